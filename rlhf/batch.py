@@ -1,0 +1,136 @@
+"""What flows through the loop: prompts, rollouts, and the packed tensors of a training step.
+
+Two layouts, no padding in either. Over S sequences, N completion tokens in all:
+
+* per sequence ``[S]``, in group order: completions of one prompt are neighbours;
+* per completion token ``[N]``: the completions one after the other, cut by ``completion_lengths [S]``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of the data set, tokenised.
+
+    ``id`` is unique over a run (epoch included), so a rollout can be traced to its row. ``messages`` is the chat if the
+    prompt is one, else None; ``text`` is what was tokenised. ``columns`` holds the row's other columns for rewards.
+    """
+
+    id: int
+    token_ids: list[int]
+    text: str
+    messages: list[dict[str, str]] | None = None
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled completion.
+
+    ``versions`` int32 ``[len(token_ids)]``: the weight version each token was sampled from. ``logprobs`` float32, same
+    length, is the sampler's own log-probability of each token (temperature included), or None if it was not asked for.
+    ``finish_reason``: 'stop' (end of sequence or a stop string) or 'length' (truncated).
+    """
+
+    prompt: Prompt
+    sample_index: int  # within the group
+    token_ids: list[int]
+    versions: np.ndarray
+    finish_reason: str
+    logprobs: np.ndarray | None = None
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason == "length"
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """The packed tensors of one training step. Optional ones are None until the loop has them."""
+
+    tokens: Tensor  # int64 [T]: prompt then completion, sequence after sequence
+    prompt_lengths: Tensor  # int64 [S]
+    completion_lengths: Tensor  # int64 [S]
+    truncated: Tensor  # bool [S]
+    versions: Tensor  # int32 [N]
+    rewards: Tensor | None = None  # float32 [S]
+    advantages: Tensor | None = None  # float32 [N]
+    returns: Tensor | None = None  # float32 [N]
+    values: Tensor | None = None  # float32 [N], by the critic before the update
+    old_logprobs: Tensor | None = None  # float32 [N], by the learner before the update
+    ref_logprobs: Tensor | None = None  # float32 [N]
+    rollout_logprobs: Tensor | None = None  # float32 [N], by the sampler
+
+    def with_(self, **tensors: Tensor | None) -> "TrainBatch":
+        """A copy with some tensors filled in."""
+        return replace(self, **tensors)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.prompt_lengths)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return int(self.completion_lengths.sum())
+
+    @property
+    def sequence_lengths(self) -> Tensor:
+        """int64 [S]: prompt plus completion."""
+        return self.prompt_lengths + self.completion_lengths
+
+    def select(self, indices: Sequence[int]) -> "TrainBatch":
+        """The sub-batch of these sequences, in this order."""
+        index = torch.as_tensor(list(indices), dtype=torch.long)
+        pick_token = _token_picker(self.sequence_lengths, index)
+        pick_completion = _token_picker(self.completion_lengths, index)
+        picked: dict[str, Tensor | None] = {}
+        for spec in fields(self):
+            tensor = getattr(self, spec.name)
+            if tensor is None:
+                picked[spec.name] = None
+            elif spec.name == "tokens":
+                picked[spec.name] = tensor[pick_token]
+            elif spec.name in PER_SEQUENCE:
+                picked[spec.name] = tensor[index]
+            else:
+                picked[spec.name] = tensor[pick_completion]
+        return TrainBatch(**picked)  # type: ignore[arg-type]
+
+
+PER_SEQUENCE = frozenset({"prompt_lengths", "completion_lengths", "truncated", "rewards"})
+
+
+def _token_picker(lengths: Tensor, index: Tensor) -> Tensor:
+    """int64: positions in the packed layout of the tokens of sequences ``index``, sequence after sequence."""
+    starts = torch.cumsum(lengths, 0) - lengths
+    picked_lengths = lengths[index]
+    picked_starts = torch.cumsum(picked_lengths, 0) - picked_lengths
+    within = torch.arange(int(picked_lengths.sum())) - picked_starts.repeat_interleave(picked_lengths)
+    return starts[index].repeat_interleave(picked_lengths) + within
+
+
+def sequence_ids(lengths: Tensor) -> Tensor:
+    """int64 [sum(lengths)]: which sequence each packed token belongs to."""
+    return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+
+
+def pack(rollouts: Sequence[Rollout]) -> TrainBatch:
+    """Packs finished rollouts, in the order given (groups must be contiguous for grouped algorithms)."""
+    assert rollouts, "an empty batch cannot be trained on"
+    assert all(r.token_ids for r in rollouts), "a completion holds at least one token"
+    with_logprobs = rollouts[0].logprobs is not None
+    return TrainBatch(
+        tokens=torch.tensor([t for r in rollouts for t in (*r.prompt.token_ids, *r.token_ids)], dtype=torch.long),
+        prompt_lengths=torch.tensor([len(r.prompt.token_ids) for r in rollouts], dtype=torch.long),
+        completion_lengths=torch.tensor([len(r.token_ids) for r in rollouts], dtype=torch.long),
+        truncated=torch.tensor([r.truncated for r in rollouts]),
+        versions=torch.from_numpy(np.concatenate([r.versions for r in rollouts])),
+        rollout_logprobs=torch.from_numpy(np.concatenate([r.logprobs for r in rollouts])) if with_logprobs else None,
+    )

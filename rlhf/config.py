@@ -1,0 +1,496 @@
+"""Typed configuration: YAML and ``key=value`` in, frozen and validated dataclasses out.
+
+``load_config`` merges, in this order: the dataclass defaults below, the file named by the recipe's ``extends:`` key
+(recursively), the recipe, and the command line's ``key=value`` pairs. Everything that can be known to be wrong without
+loading a model or starting Ray is wrong here, in one line that names the key.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Optional
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from rlhf.errors import ConfigError
+
+GROUPED_ALGORITHMS = ("grpo", "rloo")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def _at_least(section: str, minimum: float, **values: float) -> None:
+    for key, value in values.items():
+        _require(value >= minimum, f"{section}.{key}={value} must be at least {minimum}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The policy's weights: a Hugging Face directory or hub id."""
+
+    path: str = MISSING
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on GPU, float32 on CPU
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Prompts. A source is ``task:NAME``, a ``.jsonl`` or ``.parquet`` file, or a directory saved by ``datasets``."""
+
+    train: str = MISSING
+    eval: Optional[str] = None  # None: no evaluation
+    eval_size: int = 128  # at most so many held-out prompts
+    task_args: dict[str, Any] = field(default_factory=dict)  # for task:NAME, both splits
+    prompt_column: str = "prompt"
+    system_prompt: Optional[str] = None  # prepended to chat prompts that have no system message
+    max_prompt_tokens: int = 512
+    overlong_prompts: Literal["drop", "truncate"] = "drop"  # truncate keeps the last tokens
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least("data", 1, max_prompt_tokens=self.max_prompt_tokens, eval_size=self.eval_size)
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """What is optimised. Defaults are GRPO with DAPO's token-level normaliser, as in TRL."""
+
+    name: Literal["grpo", "rloo", "ppo"] = "grpo"
+    prompts_per_step: int = 8
+    group_size: int = 8  # completions per prompt
+    num_epochs: int = 1
+    num_minibatches: int = 1  # optimiser steps per epoch
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "rloo"] = "dapo"
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    delta: Optional[float] = None  # two-sided clip: upper bound of the ratio where the advantage is negative
+    dual_clip: Optional[float] = None
+    beta: float = 0.0  # weight of the KL to the reference; 0: no reference model is created
+    kl_bias_correction: bool = True
+    entropy_coef: float = 0.0
+    mask_truncated_completions: bool = False
+    top_entropy_quantile: float = 1.0  # train on this fraction of tokens, those of highest entropy
+    rollout_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
+    rollout_correction_cap: float = 2.0
+    dynamic_sampling_max_tries: int = 0  # DAPO: refill zero-variance groups, at most so many extra rounds; 0: off
+    reward_clip: Optional[float] = None  # clip rewards to [-c, c]
+    # PPO only
+    gamma: float = 1.0
+    lam: float = 0.95
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # per-token KL in the reward
+    kl_target: Optional[float] = None  # adaptive KL controller; None: beta is fixed
+    kl_horizon: int = 10_000
+    whiten_advantages: bool = True
+    value_clip: float = 0.2
+    missing_eos_penalty: Optional[float] = None
+
+    def __post_init__(self) -> None:
+        _at_least(
+            "algorithm",
+            1,
+            prompts_per_step=self.prompts_per_step,
+            group_size=self.group_size,
+            num_epochs=self.num_epochs,
+            num_minibatches=self.num_minibatches,
+        )
+        _at_least("algorithm", 0, beta=self.beta, epsilon_low=self.epsilon_low, epsilon_high=self.epsilon_high)
+        _require(
+            self.name not in GROUPED_ALGORITHMS or self.group_size >= 2,
+            f"algorithm.group_size={self.group_size} leaves {self.name} nothing to compare within a group; "
+            "use at least 2, or algorithm.name=ppo",
+        )
+        _require(
+            self.loss_type != "rloo" or self.name == "rloo",
+            f"algorithm.loss_type=rloo needs algorithm.name=rloo (it is {self.name})",
+        )
+        _require(
+            self.num_sequences % self.num_minibatches == 0,
+            f"algorithm.num_minibatches={self.num_minibatches} does not divide prompts_per_step x group_size = "
+            f"{self.num_sequences}",
+        )
+        _require(
+            0 < self.top_entropy_quantile <= 1,
+            f"algorithm.top_entropy_quantile={self.top_entropy_quantile} must lie in (0, 1]; 1 trains on every token",
+        )
+        _require(
+            self.dynamic_sampling_max_tries == 0 or self.name in GROUPED_ALGORITHMS,
+            "algorithm.dynamic_sampling_max_tries needs groups; set it to 0 with algorithm.name=ppo",
+        )
+        _require(
+            self.kl_target is None or (self.name == "ppo" and self.beta > 0),
+            "algorithm.kl_target adapts beta of the KL reward; it needs algorithm.name=ppo and algorithm.beta > 0",
+        )
+
+    @property
+    def num_sequences(self) -> int:
+        """Completions per training step."""
+        return self.prompts_per_step * self.group_size
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and its learning-rate schedule, counted in optimiser steps."""
+
+    learning_rate: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.learning_rate > 0, f"learning_rate={self.learning_rate} must be positive")
+        _at_least("optimizer", 0, weight_decay=self.weight_decay, warmup_steps=self.warmup_steps)
+        _require(self.max_grad_norm > 0, f"max_grad_norm={self.max_grad_norm} must be positive; use a large number")
+
+
+@dataclass(frozen=True)
+class LearnerConfig:
+    """A DeepSpeed engine: the policy's, and with the same fields the critic's."""
+
+    num_ranks: int = 1
+    zero_stage: int = 3
+    offload_optimizer: bool = False
+    gradient_checkpointing: bool = True
+    micro_batch_tokens: int = 8192  # token budget of one packed forward
+    logits_chunk_tokens: int = 1024  # the LM head runs on so many tokens at once
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    cpus_per_rank: int = 1
+
+    def __post_init__(self) -> None:
+        _at_least(
+            "learner",
+            1,
+            num_ranks=self.num_ranks,
+            micro_batch_tokens=self.micro_batch_tokens,
+            logits_chunk_tokens=self.logits_chunk_tokens,
+            cpus_per_rank=self.cpus_per_rank,
+        )
+        _require(
+            self.zero_stage in (0, 1, 2, 3), f"learner.zero_stage={self.zero_stage} does not exist; use 0, 1, 2 or 3"
+        )
+        _require(
+            not self.offload_optimizer or self.zero_stage > 0,
+            "learner.offload_optimizer needs learner.zero_stage 1, 2 or 3",
+        )
+
+
+@dataclass(frozen=True)
+class CriticConfig(LearnerConfig):
+    """PPO's value model: a learner with a scalar head."""
+
+    path: Optional[str] = None  # backbone; None: model.path. A sequence-classification directory brings its head
+    warmup_steps: int = 0  # training steps in which only the critic learns
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=5e-6))
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """The frozen policy for the KL; only created when algorithm.beta > 0."""
+
+    num_ranks: int = 1
+    path: Optional[str] = None  # None: model.path
+    micro_batch_tokens: int = 16384
+    cpus_per_rank: int = 1
+
+    def __post_init__(self) -> None:
+        _at_least("reference", 1, num_ranks=self.num_ranks, micro_batch_tokens=self.micro_batch_tokens)
+
+
+@dataclass(frozen=True)
+class RewardFunctionConfig:
+    """One reward function: a built-in name or a dotted path ``package.module.function``."""
+
+    path: str = MISSING
+    weight: float = 1.0
+    kwargs: dict[str, Any] = field(default_factory=dict)  # passed on every call
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    """A Hugging Face sequence-classification directory with its own tokenizer and chat template."""
+
+    path: str = MISSING
+    weight: float = 1.0
+    num_ranks: int = 1
+    max_tokens: int = 2048  # per text; the end is kept
+    micro_batch_tokens: int = 16384
+    cpus_per_rank: int = 1
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Reward functions run on ``num_workers`` actors; the model on its own actors. The reward is the weighted sum."""
+
+    num_workers: int = 1
+    functions: list[RewardFunctionConfig] = field(default_factory=list)
+    model: Optional[RewardModelConfig] = None
+    function_timeout_s: float = 60.0  # for one call on one worker's share of the batch
+
+    def __post_init__(self) -> None:
+        _at_least("reward", 1, num_workers=self.num_workers)
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """The pool of vLLM workers and how they sample."""
+
+    num_workers: int = 1
+    tensor_parallel_size: int = 1
+    max_completion_tokens: int = 512
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1  # -1: all
+    stop: list[str] = field(default_factory=list)
+    ignore_eos: bool = False
+    eval_temperature: float = 0.0
+    seed_requests: bool = True  # one generator per completion: the same samples for any number of workers
+    max_staleness: int = 0  # weight versions a sample may lag behind; 0 is strictly on-policy
+    logprobs: bool = False  # ask vLLM for log-probabilities even when no correction uses them
+    gpu_memory_fraction: float = 0.85  # of one GPU, for weights and KV cache
+    cpu_kv_cache_mib: int = 128
+    max_num_seqs: int = 256
+    enforce_eager: bool = False  # no CUDA graphs; CPU is always eager
+    weight_bucket_mib: int = 256  # extra memory bound of a weight publish
+    engine_args: dict[str, Any] = field(default_factory=dict)  # passed to vLLM as they are
+    cpus_per_worker: int = 1
+
+    def __post_init__(self) -> None:
+        _at_least(
+            "rollout",
+            1,
+            num_workers=self.num_workers,
+            tensor_parallel_size=self.tensor_parallel_size,
+            max_completion_tokens=self.max_completion_tokens,
+            max_num_seqs=self.max_num_seqs,
+            weight_bucket_mib=self.weight_bucket_mib,
+            cpu_kv_cache_mib=self.cpu_kv_cache_mib,
+        )
+        _require(self.temperature > 0, f"rollout.temperature={self.temperature} must be positive: RL needs to explore")
+        _require(0 < self.top_p <= 1, f"rollout.top_p={self.top_p} must lie in (0, 1]")
+        _require(
+            0 < self.gpu_memory_fraction < 1,
+            f"rollout.gpu_memory_fraction={self.gpu_memory_fraction} must lie between 0 and 1",
+        )
+        _require(
+            self.max_staleness == 0,
+            f"rollout.max_staleness={self.max_staleness}: asynchronous rollouts are not there yet; use 0",
+        )
+
+
+@dataclass(frozen=True)
+class PlacementConfig:
+    """Where the roles sit. On CPU the same keys place CPU bundles."""
+
+    mode: Literal["separate", "colocate"] = "separate"
+    device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: gpu where the cluster has any
+    timeout_s: float = 120.0  # for the cluster to grant the bundles
+
+
+@dataclass(frozen=True)
+class TimeoutConfig:
+    """Deadlines of every wait, in seconds."""
+
+    start_s: float = 900.0
+    generate_s: float = 1800.0
+    score_s: float = 1800.0
+    update_s: float = 3600.0
+    publish_s: float = 600.0
+    checkpoint_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        for key, value in vars(self).items():
+            _require(value > 0, f"timeouts.{key}={value} must be positive")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Every how many steps a resumable checkpoint is written, and how many are kept."""
+
+    every_steps: int = 0  # 0: only at the end and at Ctrl-C
+    keep: int = 2
+    resume: str = "auto"  # auto: newest whole one of the run directory; none; or a checkpoint directory
+    save_final_model: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least("checkpoint", 0, every_steps=self.every_steps)
+        _at_least("checkpoint", 1, keep=self.keep)
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    """What is recorded of a run, beside metrics.jsonl and summary.json, which always are."""
+
+    tensorboard: bool = True
+    wandb_project: Optional[str] = None
+    completions_every_steps: int = 5  # 0: never
+    completions_rows: int = 4
+    progress: bool = True
+
+
+@dataclass(frozen=True)
+class RayConfig:
+    """Which cluster. address None: $RAY_ADDRESS, else a local one started for this run."""
+
+    address: Optional[str] = None
+    object_store_mib: int = 1024  # local cluster only
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    name: str = "run"
+    run_dir: str = "runs/${name}"
+    seed: int = 0
+    num_steps: int = 100
+    eval_every_steps: int = 0  # 0: before the first and after the last step only
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
+
+    def __post_init__(self) -> None:
+        _at_least("config", 1, num_steps=self.num_steps)
+        _at_least("config", 0, eval_every_steps=self.eval_every_steps)
+        _require(
+            bool(self.reward.functions) or self.reward.model is not None,
+            "reward: nothing gives a reward; set reward.functions (e.g. [{path: exact_match}]) or reward.model.path",
+        )
+        for role in ("learner", "critic", "reference"):
+            budget = getattr(self, role).micro_batch_tokens
+            _require(
+                budget >= self.max_sequence_tokens,
+                f"{role}.micro_batch_tokens={budget} cannot hold one sequence of data.max_prompt_tokens + "
+                f"rollout.max_completion_tokens = {self.max_sequence_tokens}; use at least that",
+            )
+        _require(
+            self.placement.mode == "separate"
+            or self.num_shared_bundles % self.rollout.tensor_parallel_size == 0
+            and self.rollout.num_workers * self.rollout.tensor_parallel_size <= self.num_shared_bundles,
+            f"placement.mode=colocate puts rollout workers on the learner's {self.learner.num_ranks} ranks, but "
+            f"rollout.num_workers={self.rollout.num_workers} x rollout.tensor_parallel_size="
+            f"{self.rollout.tensor_parallel_size} does not fit them; lower one, raise learner.num_ranks, or use "
+            "placement.mode=separate",
+        )
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Longest prompt plus longest completion."""
+        return self.data.max_prompt_tokens + self.rollout.max_completion_tokens
+
+    @property
+    def num_shared_bundles(self) -> int:
+        """Bundles of the shared placement group in colocate mode: one per learner rank."""
+        return self.learner.num_ranks
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether a reference model is created at all."""
+        return self.algorithm.beta > 0
+
+    @property
+    def uses_critic(self) -> bool:
+        """Whether a value model is created at all."""
+        return self.algorithm.name == "ppo"
+
+    @property
+    def needs_rollout_logprobs(self) -> bool:
+        """Whether vLLM is asked for log-probabilities (they halve its speed)."""
+        return self.rollout.logprobs or self.algorithm.rollout_correction != "none"
+
+
+def _read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
+    """Reads a recipe and what it extends, the extended file first."""
+    if path in seen:
+        raise ConfigError(f"{path}: extends itself through {' -> '.join(str(p) for p in seen)}")
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such config file")
+    try:
+        config = OmegaConf.load(path)
+    except Exception as error:  # yaml has no common base that OmegaConf re-exports
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(config, DictConfig):
+        raise ConfigError(f"{path}: must hold keys and values at its top level")
+    parent = config.pop("extends", None)
+    if parent is None:
+        return config
+    merged = OmegaConf.merge(_read_yaml((path.parent / str(parent)).resolve(), (*seen, path)), config)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Merges defaults, the recipe at ``path`` and ``key=value`` overrides into a validated ``Config``.
+
+    Raises ConfigError with one line naming the key or file, what is wrong and what would work.
+    """
+    recipe = _read_yaml(Path(path).resolve())
+    for override in overrides:
+        if "=" not in override:
+            raise ConfigError(f"{override!r} is not key=value; for example rollout.num_workers=2")
+    return _build(recipe, OmegaConf.from_dotlist(list(overrides)))
+
+
+def _build(*layers: DictConfig) -> Config:
+    base = OmegaConf.structured(Config)
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(base, *layers))
+    except ConfigError:
+        raise
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{_key_of(error)}: no value given, and there is no default") from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{_key_of(error)}: {str(error).splitlines()[0]}") from error
+    assert isinstance(config, Config)
+    return config
+
+
+def _key_of(error: OmegaConfBaseException) -> str:
+    return str(error.full_key or error.key or "config")
+
+
+def to_yaml(config: Config) -> str:
+    """The whole configuration, defaults included, as YAML that ``load_config`` reads back."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def model_shape(path: str) -> dict[str, Any] | None:
+    """The ``config.json`` of a local model directory, or None for a hub id that is not on disk."""
+    file = Path(path) / "config.json"
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
+def validate_model(config: Config) -> None:
+    """Checks what needs the model's shape: tensor parallelism and context length. Raises ConfigError."""
+    shape = model_shape(config.model.path)
+    if shape is None:
+        return
+    heads, tp = shape["num_attention_heads"], config.rollout.tensor_parallel_size
+    divisors = ", ".join(str(d) for d in range(1, heads + 1) if heads % d == 0)
+    _require(
+        heads % tp == 0, f"rollout.tensor_parallel_size={tp} does not divide num_attention_heads={heads}; use {divisors}"
+    )
+    limit = shape.get("max_position_embeddings")
+    _require(
+        limit is None or config.max_sequence_tokens <= limit,
+        f"data.max_prompt_tokens + rollout.max_completion_tokens = {config.max_sequence_tokens} exceeds the model's "
+        f"max_position_embeddings={limit}; lower one of them",
+    )

@@ -1,0 +1,40 @@
+"""Every error a user can meet. Each message is one line: which key or file, what is wrong, what would work.
+
+All of them survive pickling (Ray sends them between processes): arguments are plain strings.
+"""
+
+
+class RlhfError(Exception):
+    """Base of the errors that this project raises on purpose."""
+
+
+class ConfigError(RlhfError, ValueError):
+    """A configuration key is unknown, ill-typed, or impossible together with another."""
+
+
+class DataError(RlhfError, ValueError):
+    """A data file is missing, unreadable, or lacks a column."""
+
+
+class RewardError(RlhfError, ValueError):
+    """A reward function cannot be loaded, raised, or returned something that is not one number per completion."""
+
+
+class PlacementError(RlhfError, RuntimeError):
+    """The cluster cannot hold what the configuration asks for."""
+
+
+class ActorError(RlhfError, RuntimeError):
+    """An actor died or raised; the message names role, rank, node and what it was doing."""
+
+
+class DeadlineError(RlhfError, TimeoutError):
+    """A wait outlasted its deadline; the message names role, rank, node, what it was doing, and the key to raise."""
+
+
+class WeightSyncError(RlhfError, RuntimeError):
+    """A weight version could not be committed on every worker that received it."""
+
+
+class CheckpointError(RlhfError, RuntimeError):
+    """A checkpoint is missing, incomplete, or does not fit the run that asks for it."""

@@ -1,0 +1,94 @@
+"""The roles the driver talks to, as protocols. Whether a role is a Ray actor group or a local object is not its concern.
+
+Calls that take long and can run side by side return a ``Pending``; ``result()`` waits for it, under the role's deadline.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from rlhf.batch import Prompt, Rollout, TrainBatch
+
+T_co = TypeVar("T_co", covariant=True)
+Metrics = dict[str, float]
+
+
+class Pending(Protocol[T_co]):
+    """A result on its way."""
+
+    def result(self) -> T_co:
+        """Waits under the role's deadline. Raises ActorError or DeadlineError, naming role, rank and node."""
+        ...
+
+
+class Scorer(Protocol):
+    """Per-token scores of a batch."""
+
+    def score(self, batch: TrainBatch) -> Pending[Tensor]:
+        """float32 [N]: log-probabilities (learner, reference) or values (critic) of the completion tokens."""
+        ...
+
+
+class Reference(Scorer, Protocol):
+    """The frozen policy: ``score`` gives its log-probabilities."""
+
+
+class Trained(Scorer, Protocol):
+    """A model that learns: what policy and critic have in common."""
+
+    def update(self, batch: TrainBatch) -> Pending[Metrics]:
+        """All epochs and mini-batches of one training step."""
+        ...
+
+    def save(self, directory: str) -> None:
+        """Writes a resumable checkpoint: weights, optimiser, scheduler, RNG."""
+        ...
+
+    def load(self, directory: str) -> None:
+        """Reads what ``save`` wrote."""
+        ...
+
+    def save_model(self, directory: str) -> None:
+        """Writes a Hugging Face directory that ``from_pretrained`` loads."""
+        ...
+
+
+class Learner(Trained, Protocol):
+    """The policy."""
+
+
+class Critic(Trained, Protocol):
+    """The value model."""
+
+
+class Reward(Protocol):
+    """Everything that gives a reward."""
+
+    def score(self, rollouts: Sequence[Rollout]) -> Pending[dict[str, list[float]]]:
+        """One list [S] per reward function or model, by its metric name; unweighted. NaN: the function abstained."""
+        ...
+
+    def weights(self) -> dict[str, float]:
+        """The weight of each of them in the sum."""
+        ...
+
+
+class Rollouts(Protocol):
+    """The pool of samplers."""
+
+    def generate(self, prompts: Sequence[Prompt], *, group_size: int, greedy: bool = False) -> Iterator[list[Rollout]]:
+        """Finished groups, each as it finishes, every prompt exactly once."""
+        ...
+
+    def publish(self, version: int) -> Metrics:
+        """Gives every live worker the learner's weights as ``version``; returns once all have verified them."""
+        ...
+
+    def sleep(self) -> None:
+        """Frees the device memory that a colocated learner needs. No-op where nothing is shared."""
+        ...
+
+    def wake(self) -> None:
+        """Undoes ``sleep``; weights are stale until the next ``publish``."""
+        ...
