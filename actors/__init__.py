@@ -1,0 +1,1 @@
+"""The Ray rim: actors, their placement, and what moves between them. The method lives in ``rlhf``."""

@@ -1,0 +1,176 @@
+"""The loop. Generate, score, assign advantages, update, publish; everything else serves this page."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.algorithms import Algorithm
+from rlhf.batch import Prompt, Rollout, TrainBatch, pack
+from rlhf.checkpoint import CheckpointStore, read_state
+from rlhf.config import Config
+from rlhf.data import PromptStream
+from rlhf.rewards import combine
+from rlhf.roles import Critic, Learner, Metrics, Reference, Reward, Rollouts
+from rlhf.tracking import Tracker, rollout_metrics
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Who does the work. Reference and critic exist only where the algorithm asks for them."""
+
+    learner: Learner
+    rollouts: Rollouts
+    reward: Reward
+    reference: Reference | None = None
+    critic: Critic | None = None
+
+
+@dataclass
+class Driver:
+    """One training run. ``step`` counts finished training steps and is also the version of the published weights."""
+
+    config: Config
+    roles: Roles
+    algorithm: Algorithm
+    prompts: PromptStream
+    eval_prompts: Sequence[Prompt]
+    tracker: Tracker
+    checkpoints: CheckpointStore
+    step: int = 0
+    stop_requested: bool = False
+    evaluations: dict[int, Metrics] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Trains to ``num_steps``, or to the end of the step in which ``stop_requested`` is set."""
+        self.resume()
+        self.publish()
+        if self.step not in self.evaluations:
+            self.evaluate()
+        while self.step < self.config.num_steps and not self.stop_requested:
+            phase = self.tracker.phase
+            with phase("generate"):
+                rollouts = self.generate()
+            with phase("score"):
+                batch, scores = self.score(rollouts)
+            with phase("advantage"):
+                batch, metrics = self.algorithm.assign_advantages(batch)
+            with phase("update"):
+                metrics |= self.update(batch)
+            self.step += 1
+            with phase("publish"):
+                metrics |= self.publish()
+            self.record(rollouts, batch, scores, metrics)
+            if self.is_due(self.config.eval_every_steps) or self.step == self.config.num_steps:
+                self.evaluate()
+            if self.is_due(self.config.checkpoint.every_steps) or self.is_last():
+                self.save()
+
+    def generate(self) -> list[Rollout]:
+        """This step's rollouts, groups contiguous and in prompt order whatever order they finished in."""
+        prompts = self.prompts.take(self.config.algorithm.prompts_per_step)
+        groups = self.roles.rollouts.generate(prompts, group_size=self.config.algorithm.group_size)
+        return in_order(groups, prompts)
+
+    def score(self, rollouts: list[Rollout]) -> tuple[TrainBatch, dict[str, list[float]]]:
+        """Rewards, reference and current log-probabilities, values: all submitted at once, then awaited."""
+        roles, batch = self.roles, pack(rollouts)
+        rewards = roles.reward.score(rollouts)
+        roles.rollouts.sleep()
+        ref_logprobs = roles.reference.score(batch) if roles.reference else None
+        old_logprobs = roles.learner.score(batch) if self.algorithm.needs_old_logprobs else None
+        values = roles.critic.score(batch) if roles.critic else None
+        scores = rewards.result()
+        return batch.with_(
+            rewards=combine(scores, roles.reward.weights()),
+            ref_logprobs=ref_logprobs.result() if ref_logprobs else None,
+            old_logprobs=old_logprobs.result() if old_logprobs else None,
+            values=values.result() if values else None,
+        ), scores
+
+    def update(self, batch: TrainBatch) -> Metrics:
+        """Policy and critic learn side by side; the critic alone during its warm-up."""
+        critic = self.roles.critic.update(batch) if self.roles.critic else None
+        warm = self.step >= self.config.critic.warmup_steps or critic is None
+        policy = self.roles.learner.update(batch) if warm else None
+        return {**(policy.result() if policy else {}), **(critic.result() if critic else {})}
+
+    def publish(self) -> Metrics:
+        """Every live rollout worker gets the learner's weights as version ``step``, verified."""
+        return self.roles.rollouts.publish(self.step)
+
+    def evaluate(self) -> None:
+        """Greedy completions of the held-out prompts; their mean reward."""
+        if not self.eval_prompts:
+            return
+        with self.tracker.phase("evaluate"):
+            groups = self.roles.rollouts.generate(self.eval_prompts, group_size=1, greedy=True)
+            rollouts = in_order(groups, self.eval_prompts)
+            scores = self.roles.reward.score(rollouts).result()
+        rewards = combine(scores, self.roles.reward.weights())
+        self.evaluations[self.step] = rollout_metrics(rollouts, scores, rewards, group_size=1)
+        self.tracker.log_eval(self.step, self.evaluations[self.step])
+
+    def record(self, rollouts: list[Rollout], batch: TrainBatch, scores: dict[str, list[float]], metrics: Metrics) -> None:
+        """One line of metrics, and a table of completions every few steps."""
+        assert batch.rewards is not None and batch.advantages is not None
+        metrics |= rollout_metrics(rollouts, scores, batch.rewards, group_size=self.config.algorithm.group_size)
+        metrics["staleness/max"] = self.step - 1 - int(batch.versions.min())
+        self.tracker.log_step(self.step, metrics, num_tokens=len(batch.tokens))
+        if self.is_due(self.config.tracking.completions_every_steps):
+            self.tracker.log_completions(self.step, rollouts, batch.rewards, first_of_each(batch))
+
+    def save(self) -> None:
+        """One checkpoint of everything, whole or absent."""
+        with self.tracker.phase("checkpoint"), self.checkpoints.writing(self.step, self.state_dict()) as directory:
+            self.roles.learner.save(str(directory / "learner"))
+            if self.roles.critic:
+                self.roles.critic.save(str(directory / "critic"))
+
+    def resume(self) -> None:
+        """Goes on from the checkpoint that ``checkpoint.resume`` names, if there is one."""
+        if (directory := self.checkpoints.find(self.config.checkpoint.resume)) is None:
+            return
+        self.load_state_dict(read_state(directory))
+        self.roles.learner.load(str(directory / "learner"))
+        if self.roles.critic:
+            self.roles.critic.load(str(directory / "critic"))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything of the loop's own that a resumed run needs, as JSON."""
+        return {
+            "step": self.step,
+            "prompts": self.prompts.state_dict(),
+            "algorithm": self.algorithm.state_dict(),
+            "tracker": self.tracker.state_dict(),
+            "evaluations": {str(step): metrics for step, metrics in self.evaluations.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.prompts.load_state_dict(state["prompts"])
+        self.algorithm.load_state_dict(state["algorithm"])
+        self.tracker.load_state_dict(state["tracker"])
+        self.evaluations = {int(step): metrics for step, metrics in state["evaluations"].items()}
+
+    def is_due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def is_last(self) -> bool:
+        return self.step == self.config.num_steps or self.stop_requested
+
+
+def in_order(groups: Any, prompts: Sequence[Prompt]) -> list[Rollout]:
+    """Flattens finished groups into prompt order; every prompt must have come back exactly once."""
+    by_prompt = {group[0].prompt.id: group for group in groups}
+    assert by_prompt.keys() == {p.id for p in prompts}, "the pool lost or repeated a prompt"
+    return [rollout for p in prompts for rollout in by_prompt[p.id]]
+
+
+def first_of_each(batch: TrainBatch) -> Tensor:
+    """float32 [S]: the advantage of each completion's first token."""
+    assert batch.advantages is not None
+    starts = torch.cumsum(batch.completion_lengths, 0) - batch.completion_lengths
+    return batch.advantages[starts]

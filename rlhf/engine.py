@@ -1,0 +1,247 @@
+"""One DeepSpeed engine, shared by everything that learns: policy, critic and reward model.
+
+It knows how to run micro-batches through a model, take one optimiser step over them, and save and load itself. What the
+loss is comes from outside as a function; the loss is a plain sum whose normaliser was fixed before the first forward,
+so the gradient does not depend on how sequences were packed, into how many micro-batches, or over how many ranks.
+"""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlhf.batch import TrainBatch
+from rlhf.config import LearnerConfig, OptimizerConfig
+from rlhf.errors import CheckpointError
+from rlhf.models import PackedInputs, PackedModel, packed_inputs
+from rlhf.weights import gathered_state_dict
+
+LossFn = Callable[[Any, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
+"""(model output, micro-batch) -> (loss, stats). Both are sums: over micro-batches and ranks they simply add up."""
+
+DUMMY_TOKENS = 2  # a rank without a sequence in some round runs this many tokens at zero weight
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """'auto' is bfloat16 on GPU and float32 on CPU, where bfloat16 is emulated nine times slower."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, name)
+
+
+def init_distributed(device: torch.device, timeout_s: float) -> None:
+    """Joins the process group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe: NCCL on GPU, gloo on CPU."""
+    from datetime import timedelta
+
+    import deepspeed
+    import deepspeed.ops
+
+    if device.type == "cpu":
+        # An op for tensor-parallel inference that nobody here uses; building it takes most of a minute.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(
+        dist_backend="nccl" if device.type == "cuda" else "gloo", verbose=False, timeout=timedelta(seconds=timeout_s)
+    )
+
+
+def deepspeed_config(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """The DeepSpeed JSON for a learner. We own the accumulation boundary: any number of backwards, then one step."""
+    offload = {"offload_optimizer": {"device": "cpu", "pin_memory": True}} if config.offload_optimizer else {}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "gradient_clipping": config.optimizer.max_grad_norm,
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": config.zero_stage,
+            # Prefetching across the end of a no-grad forward leaves parameters in flight, which a later gather refuses.
+            "stage3_prefetch_bucket_size": 0,
+            "stage3_param_persistence_threshold": 0,
+            "contiguous_gradients": True,
+            **offload,
+        },
+    }
+
+
+def make_optimizer(parameters: list[nn.Parameter], config: LearnerConfig, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov & Hutter 2019): torch's, fused on GPU; DeepSpeed's CPU one where the state is offloaded."""
+    settings = config.optimizer
+    kwargs: dict[str, Any] = {
+        "lr": settings.learning_rate,
+        "betas": tuple(settings.betas),
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
+    }
+    if config.offload_optimizer:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(parameters, **kwargs)
+    return torch.optim.AdamW(parameters, fused=device.type == "cuda", **kwargs)
+
+
+def lr_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
+    """The learning rate's factor at optimiser step ``step`` (from 0): linear warm-up, then the schedule down to 0."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return 1.0
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    return 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+class Engine:
+    """A packed model under DeepSpeed, on this process's one device."""
+
+    def __init__(
+        self,
+        load_model: Callable[[], PackedModel],
+        config: LearnerConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        total_steps: int,
+    ) -> None:
+        """``load_model`` runs under ZeRO-3's partitioning context, so no rank ever holds the whole model."""
+        import deepspeed
+        from transformers.integrations import HfDeepSpeedConfig
+
+        self.config, self.device = config, device
+        ds_config = deepspeed_config(config, dtype)
+        ds_config["train_batch_size"] = dist.get_world_size()
+        # transformers looks for this object (weakly held) and then loads shard by shard
+        self._hf_config = HfDeepSpeedConfig(ds_config) if config.zero_stage == 3 else None
+        model = load_model()
+        if config.gradient_checkpointing:
+            model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], config, device)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: lr_factor(step, config.optimizer, total_steps)
+        )
+        self.engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, lr_scheduler=schedule, config=ds_config, dist_init_required=False
+        )
+
+    @property
+    def model(self) -> PackedModel:
+        return self.engine.module
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    @torch.no_grad()
+    def forward(self, micro_batches: Sequence[TrainBatch | None], pick: Callable[[Any], Tensor]) -> list[Tensor]:
+        """``pick(output)`` of each micro-batch, on CPU. None entries run a dummy, so that ranks stay in step."""
+        self.engine.eval()
+        results = []
+        for batch in micro_batches:
+            output = pick(self.engine(self._inputs(batch)))
+            if batch is not None:
+                results.append(output.cpu())
+        return results
+
+    def step(self, micro_batches: Sequence[TrainBatch | None], loss_fn: LossFn) -> dict[str, float]:
+        """One optimiser step over the micro-batches of all ranks.
+
+        Returns the stats summed over micro-batches and ranks, with ``loss``, ``grad_norm`` (before clipping) and
+        ``learning_rate``. Every rank must come with the same number of micro-batches.
+        """
+        self.engine.train()
+        sums: dict[str, Tensor] = {}
+        for batch in micro_batches:
+            output = self.engine(self._inputs(batch))
+            if batch is None:
+                loss, stats = _zero_loss(output), {}
+            else:
+                loss, stats = loss_fn(output, batch)
+                stats = {"loss": loss.detach(), **stats}
+            self.engine.backward(loss * self.world_size)  # DeepSpeed averages over ranks; our loss is a sum
+            for name, value in stats.items():
+                sums[name] = sums.get(name, torch.zeros((), device=self.device)) + value.detach().float()
+        learning_rate = self.engine.get_lr()[0]
+        self.engine.step()
+        norm = self.engine.get_global_grad_norm()
+        totals = self._sum_over_ranks(sums)
+        return {**totals, "grad_norm": float(norm) if norm is not None else math.nan, "learning_rate": learning_rate}
+
+    def _inputs(self, batch: TrainBatch | None) -> PackedInputs:
+        return packed_inputs(_dummy_batch() if batch is None else batch, self.device)
+
+    def _sum_over_ranks(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        gathered: list[dict[str, float] | None] = [None] * self.world_size
+        dist.all_gather_object(gathered, {name: float(value) for name, value in sums.items()})
+        totals: dict[str, float] = {}
+        for part in gathered:
+            for name, value in (part or {}).items():
+                totals[name] = totals.get(name, 0.0) + value
+        return totals
+
+    def release_gathered(self) -> None:
+        """Returns every parameter to its partition, so that a gather may follow a forward."""
+        if self.config.zero_stage == 3:
+            self.engine.empty_partition_cache()
+
+    def save(self, directory: str) -> None:
+        """Writes weights, optimiser, scheduler and RNG of this rank; all ranks call it."""
+        self.release_gathered()
+        self.engine.save_checkpoint(directory, tag="engine", client_state={"rng": torch.get_rng_state()})
+
+    def load(self, directory: str) -> None:
+        """Reads what ``save`` wrote. Raises CheckpointError where it does not fit."""
+        if not Path(directory, "engine").is_dir():
+            raise CheckpointError(f"{directory}: holds no engine checkpoint; delete it or set checkpoint.resume=none")
+        try:
+            _, client_state = self.engine.load_checkpoint(directory, tag="engine")
+        except Exception as error:  # DeepSpeed raises whatever its loader met
+            raise CheckpointError(
+                f"{directory}: does not load into {self.world_size} ranks at learner.zero_stage="
+                f"{self.config.zero_stage} ({type(error).__name__}: {' '.join(str(error).split())[:200]}); "
+                "resume with the learner.num_ranks and zero_stage that wrote it"
+            ) from error
+        torch.set_rng_state(client_state["rng"])
+
+    def save_model(self, directory: str) -> None:
+        """Writes a Hugging Face directory (rank 0 writes; all ranks call it)."""
+        self.release_gathered()
+        state = gathered_state_dict(self.model)
+        if self.rank == 0:
+            self.model.lm.save_pretrained(directory, state_dict=state, safe_serialization=True)
+        dist.barrier()
+
+
+def _dummy_batch() -> TrainBatch:
+    one = torch.ones(1, dtype=torch.long)
+    return TrainBatch(
+        tokens=torch.zeros(DUMMY_TOKENS, dtype=torch.long),
+        prompt_lengths=one,
+        completion_lengths=one,
+        truncated=torch.zeros(1, dtype=torch.bool),
+        versions=torch.zeros(1, dtype=torch.int32),
+    )
+
+
+def _zero_loss(output: Any) -> Tensor:
+    """Zero, but through the whole graph: every rank must run the same backward collectives."""
+    tensor = output[0] if isinstance(output, tuple) else output
+    return tensor.sum() * 0.0
+
+
+def local_rank_device() -> torch.device:
+    """The one device this process may use: its single visible GPU, or the CPU."""
+    if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu":
+        visible = torch.cuda.device_count()
+        assert visible == 1, f"a rank must see exactly one GPU, this one sees {visible}"
+        return torch.device("cuda", 0)
+    return torch.device("cpu")

@@ -1,0 +1,229 @@
+"""Models over packed sequences: loading, attention that respects sequence borders, and log-probabilities in chunks.
+
+A packed forward takes all tokens of a micro-batch as one row ``[1, T]`` without padding. Attention never crosses a
+sequence border, positions restart at each, and the vocabulary-sized logits exist for a few hundred tokens at a time only.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from rlhf.batch import TrainBatch
+from rlhf.errors import ConfigError
+
+PACKED_ATTENTION = "rlhf_packed"
+
+
+@dataclass(frozen=True)
+class PackedInputs:
+    """One micro-batch on its device. T tokens, S sequences, N completion tokens."""
+
+    tokens: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T], restarting at every sequence
+    borders: Tensor  # int32 [S + 1], where sequences start; the last entry is T
+    max_length: int
+    predictors: Tensor  # int64 [N]: the position whose hidden state predicts each completion token
+    targets: Tensor  # int64 [N]: the completion tokens themselves
+
+
+def packed_inputs(batch: TrainBatch, device: torch.device) -> PackedInputs:
+    """The model inputs of a packed batch (whole sequences, prompt then completion)."""
+    lengths = batch.sequence_lengths
+    ends = torch.cumsum(lengths, 0)
+    starts = ends - lengths
+    positions = torch.arange(len(batch.tokens)) - starts.repeat_interleave(lengths)
+    is_completion = positions >= batch.prompt_lengths.repeat_interleave(lengths)
+    completion = is_completion.nonzero(as_tuple=True)[0]
+    return PackedInputs(
+        tokens=batch.tokens.to(device),
+        positions=positions.to(device),
+        borders=F.pad(ends, (1, 0)).to(device, torch.int32),
+        max_length=int(lengths.max()),
+        predictors=(completion - 1).to(device),
+        targets=batch.tokens[completion].to(device),
+    )
+
+
+def _packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each sequence of a packed row: q ``[1, heads, T, d]``, k and v ``[1, kv_heads, T, d]``.
+
+    CUDA: one variable-length kernel. CPU: one exact call per sequence (block-diagonal, and no work off the diagonal).
+    Returns ``[1, T, heads, d]`` as transformers expects it.
+    """
+    if query.is_cuda:
+        from torch.nn.attention.varlen import varlen_attn
+
+        repeats = query.shape[1] // key.shape[1]
+        if repeats > 1:
+            key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
+        q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))
+        out = varlen_attn(
+            q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, window_size=(-1, 0), scale=scaling
+        )
+        assert isinstance(out, Tensor)
+        return out[None], None
+    pieces = [
+        F.scaled_dot_product_attention(
+            query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], is_causal=True, scale=scaling, enable_gqa=True
+        )
+        for a, b in _spans(cu_seq_lens_q)
+    ]
+    return torch.cat(pieces, dim=2).transpose(1, 2), None
+
+
+def _spans(borders: Tensor) -> list[tuple[int, int]]:
+    edges = borders.tolist()
+    return list(zip(edges, edges[1:], strict=False))
+
+
+AttentionInterface.register(PACKED_ATTENTION, _packed_attention)
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """log softmax at the targets, and entropy, of ``hidden @ weight.T / temperature``, without whole logits.
+
+    Forward keeps hidden states and one normaliser per token; backward recomputes each chunk's logits. With
+    ``p = softmax(z)``, ``H`` the entropy: ``d logp_t / dz = onehot(t) - p`` and ``dH / dz = -p (log p + H)``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
+        entropy, normaliser = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        for part in _chunks(len(hidden), chunk):
+            logits = (hidden[part] @ weight.T).float().div_(temperature)
+            norm = logits.logsumexp(-1)
+            logprobs[part] = logits.gather(-1, targets[part, None])[:, 0] - norm
+            entropy[part] = norm - (logits.sub(norm[:, None]).exp_() * logits).sum(-1)
+            normaliser[part] = norm
+        ctx.save_for_backward(hidden, weight, targets, normaliser, entropy)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_logprobs, grad_entropy = grads
+        hidden, weight, targets, normaliser, entropy = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        for part in _chunks(len(hidden), ctx.chunk):
+            log_p = (hidden[part] @ weight.T).float().div_(ctx.temperature).sub_(normaliser[part, None])
+            p = log_p.exp()
+            scale = grad_logprobs[part, None] + grad_entropy[part, None] * (log_p + entropy[part, None])
+            grad_logits = scale.neg_().mul_(p)
+            grad_logits.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
+            grad_logits = grad_logits.div_(ctx.temperature).to(hidden.dtype)
+            grad_hidden[part] = grad_logits @ weight
+            grad_weight += grad_logits.T @ hidden[part]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+
+
+def _chunks(length: int, size: int) -> list[slice]:
+    return [slice(i, min(i + size, length)) for i in range(0, length, size)]
+
+
+class LogprobHead(nn.Linear):
+    """An LM head that gives log-probabilities instead of logits.
+
+    It stays the module that owns the weight, so ZeRO-3's hooks gather it exactly while it is used.
+    """
+
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, targets: Tensor, temperature: float, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        """hidden ``[N, H]``, targets int64 ``[N]`` -> (log-probabilities, entropy), float32 ``[N]``, nats."""
+        assert self.bias is None, "LM heads with a bias are refused at load"
+        return _ChunkedLogprobs.apply(hidden, self.weight, targets, temperature, chunk)  # type: ignore[return-value]
+
+
+class PackedModel(nn.Module):
+    """A Hugging Face model run over packed sequences."""
+
+    def __init__(self, lm: PreTrainedModel) -> None:
+        super().__init__()
+        self.lm = lm
+
+    def hidden(self, inputs: PackedInputs) -> Tensor:
+        """The last hidden states, ``[T, H]``."""
+        backbone = getattr(self.lm, self.lm.base_model_prefix)
+        output = backbone(
+            input_ids=inputs.tokens[None],
+            position_ids=inputs.positions[None],
+            use_cache=False,
+            cu_seq_lens_q=inputs.borders,
+            cu_seq_lens_k=inputs.borders,
+            max_length_q=inputs.max_length,
+            max_length_k=inputs.max_length,
+        )
+        return output.last_hidden_state[0]
+
+
+class PolicyModel(PackedModel):
+    """Scores completion tokens with their log-probabilities under the sampling temperature."""
+
+    def __init__(self, lm: PreTrainedModel, *, temperature: float, chunk_tokens: int) -> None:
+        super().__init__(lm)
+        self.temperature, self.chunk_tokens = temperature, chunk_tokens
+        head = lm.get_output_embeddings()
+        shaped = {k: v for k in ("final_logit_softcapping", "logit_scale") if (v := getattr(lm.config, k, None))}
+        if not isinstance(head, nn.Linear) or head.bias is not None or shaped:
+            raise ConfigError(
+                f"model.path: {type(lm).__name__} has an LM head that is not a plain linear layer ({shaped or 'bias'}); "
+                "Llama-, Qwen- and Mistral-shaped models work"
+            )
+        head.__class__ = LogprobHead
+
+    def forward(self, inputs: PackedInputs) -> tuple[Tensor, Tensor]:
+        """(log-probabilities, entropy) of the completion tokens, float32 ``[N]``, nats."""
+        hidden = self.hidden(inputs)[inputs.predictors]
+        return self.lm.get_output_embeddings()(hidden, inputs.targets, self.temperature, self.chunk_tokens)
+
+
+class ScalarModel(PackedModel):
+    """A sequence-classification model with one label: the critic, and the reward model in training."""
+
+    def forward(self, inputs: PackedInputs) -> Tensor:
+        """float32 ``[N]``: the score at the position that predicts each completion token.
+
+        For a critic that is the value of the state in which the token is chosen.
+        """
+        return self.lm.score(self.hidden(inputs)[inputs.predictors])[:, 0].float()
+
+
+def load_policy(
+    path: str, *, dtype: torch.dtype, temperature: float, chunk_tokens: int, trust_remote_code: bool = False
+) -> PolicyModel:
+    """A causal LM for packed scoring. Raises ConfigError when its LM head is not a plain linear layer."""
+    lm = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation=PACKED_ATTENTION, trust_remote_code=trust_remote_code
+    )
+    return PolicyModel(lm, temperature=temperature, chunk_tokens=chunk_tokens)
+
+
+def load_scalar(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> ScalarModel:
+    """A one-label sequence classifier from a directory of that kind, or with a fresh head from a causal LM's."""
+    lm = AutoModelForSequenceClassification.from_pretrained(
+        path,
+        dtype=dtype,
+        num_labels=1,
+        attn_implementation=PACKED_ATTENTION,
+        trust_remote_code=trust_remote_code,
+    )
+    return ScalarModel(lm)

@@ -1,0 +1,130 @@
+"""Who sits where: pure arithmetic from a configuration to placement-group bundles.
+
+``separate`` gives every rank and every rollout worker bundles of its own. ``colocate`` gives each learner rank one GPU
+and lets the reference, the critic, the reward model and the rollout workers share those same GPUs. Rollout workers and
+reward-function workers scale independently of everything else, so each rollout worker has its own placement group
+wherever it does not share one.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf.config import Config
+
+Device = Literal["cpu", "gpu"]
+Bundle = dict[str, float]
+
+# Shares of one GPU that Ray books for the roles on it. They only make Ray put all of them on the same GPU and nothing
+# else beside them; memory is divided elsewhere.
+GPU_SHARES = {"learner": 0.4, "critic": 0.2, "reference": 0.1, "reward_model": 0.1, "rollout": 0.2}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One actor's place: a bundle of a placement group, and what it books there.
+
+    ``spans``: bundles of the same group whose GPUs it uses without booking them (tensor parallelism over shared GPUs).
+    """
+
+    group: str
+    bundle: int
+    num_cpus: float
+    num_gpus: float
+    spans: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """One placement group to ask for."""
+
+    name: str
+    bundles: tuple[Bundle, ...]
+    strategy: Literal["PACK", "STRICT_PACK", "SPREAD"]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """All placement groups of a run and each role's slots in them, by rank."""
+
+    device: Device
+    groups: tuple[GroupSpec, ...]
+    slots: dict[str, tuple[Slot, ...]]
+
+    def totals(self) -> Bundle:
+        """What all bundles together ask of the cluster."""
+        total: Bundle = {}
+        for group in self.groups:
+            for bundle in group.bundles:
+                for resource, amount in bundle.items():
+                    total[resource] = total.get(resource, 0.0) + amount
+        return total
+
+
+def model_roles(config: Config) -> dict[str, tuple[int, int]]:
+    """The roles that hold a model outside the pool: name -> (ranks, CPUs per rank). Learner first."""
+    roles = {"learner": (config.learner.num_ranks, config.learner.cpus_per_rank)}
+    if config.uses_critic:
+        roles["critic"] = (config.critic.num_ranks, config.critic.cpus_per_rank)
+    if config.uses_reference:
+        roles["reference"] = (config.reference.num_ranks, config.reference.cpus_per_rank)
+    if (model := config.reward.model) is not None:
+        roles["reward_model"] = (model.num_ranks, model.cpus_per_rank)
+    return roles
+
+
+def plan_topology(config: Config, device: Device) -> Topology:
+    """Bundles and slots for every role of ``config`` on a cluster of ``device``."""
+    groups, slots = (_shared if config.placement.mode == "colocate" else _separate)(config, device)
+    if config.reward.functions:
+        groups.append(GroupSpec("reward", ({"CPU": 1.0},) * config.reward.num_workers, "PACK"))
+        slots["reward"] = tuple(Slot("reward", i, 1.0, 0.0) for i in range(config.reward.num_workers))
+    return Topology(device, tuple(groups), slots)
+
+
+def _bundle(num_cpus: float, num_gpus: float) -> Bundle:
+    return {"CPU": num_cpus} | ({"GPU": num_gpus} if num_gpus else {})
+
+
+def _separate(config: Config, device: Device) -> tuple[list[GroupSpec], dict[str, tuple[Slot, ...]]]:
+    gpus = 1.0 if device == "gpu" else 0.0
+    groups: list[GroupSpec] = []
+    slots: dict[str, tuple[Slot, ...]] = {}
+    for role, (ranks, cpus) in model_roles(config).items():
+        groups.append(GroupSpec(role, (_bundle(cpus, gpus),) * ranks, "PACK"))
+        slots[role] = tuple(Slot(role, rank, cpus, gpus) for rank in range(ranks))
+    for worker in range(config.rollout.num_workers):
+        group, slot = rollout_worker_group(config, device, worker)
+        groups.append(group)
+        slots["rollout"] = (*slots.get("rollout", ()), slot)
+    return groups, slots
+
+
+def rollout_worker_group(config: Config, device: Device, worker: int) -> tuple[GroupSpec, Slot]:
+    """The placement group of one rollout worker that shares nothing: one bundle, so its tensor-parallel ranks share a
+    node."""
+    gpus = float(config.rollout.tensor_parallel_size) if device == "gpu" else 0.0
+    cpus = float(config.rollout.cpus_per_worker)
+    name = f"rollout-{worker}"
+    return GroupSpec(name, (_bundle(cpus, gpus),), "STRICT_PACK"), Slot(name, 0, cpus, gpus)
+
+
+def _shared(config: Config, device: Device) -> tuple[list[GroupSpec], dict[str, tuple[Slot, ...]]]:
+    count, tp = config.num_shared_bundles, config.rollout.tensor_parallel_size
+    gpus = 1.0 if device == "gpu" else 0.0
+    cpus_in = [0.0] * count
+    slots: dict[str, tuple[Slot, ...]] = {}
+    for role, (ranks, cpus) in model_roles(config).items():
+        share = GPU_SHARES[role] * gpus
+        slots[role] = tuple(Slot("shared", rank % count, cpus, share) for rank in range(ranks))
+    cpus = float(config.rollout.cpus_per_worker)
+    share = GPU_SHARES["rollout"] * gpus if tp == 1 else 0.0
+    slots["rollout"] = tuple(
+        Slot("shared", w * tp, cpus, share, tuple(range(w * tp, (w + 1) * tp)) if tp > 1 else ())
+        for w in range(config.rollout.num_workers)
+    )
+    for role_slots in slots.values():
+        for slot in role_slots:
+            cpus_in[slot.bundle] += slot.num_cpus
+    bundles = tuple(_bundle(c, gpus) for c in cpus_in)
+    return [GroupSpec("shared", bundles, "PACK")], slots
+
