@@ -70,7 +70,8 @@ def fetch(ref: Any, member: Member, doing: str, timeout_s: float = 60.0) -> Any:
         if isinstance(cause, RlhfError):
             raise cause from None
         summary = " ".join(str(cause).split())[:500]
-        raise ActorError(f"{member}: {doing} raised {type(cause).__name__}: {summary}\n{error.traceback_str}") from None
+        trace = RayTaskError.__str__(error)  # with the traceback of the process it happened in
+        raise ActorError(f"{member}: {doing} raised {type(cause).__name__}: {summary}\n{trace}") from None
     except RayActorError as error:
         reason = " ".join(str(error).split())[:500]
         raise ActorError(f"{member}: died while {doing}: {reason}") from None
@@ -85,11 +86,15 @@ class ActorGroup:
         self.members = list(members)
 
     @classmethod
-    def of(cls, role: str, handles: Sequence[Any], deadline: Deadline) -> "ActorGroup":
-        """Waits until every actor answers where it is."""
+    def locate(cls, role: str, handles: Sequence[Any], deadline: Deadline) -> "Call[ActorGroup]":
+        """Asks every actor where it is; the group is there once all have answered."""
         unplaced = [Member(handle, role, rank, "?") for rank, handle in enumerate(handles)]
-        nodes = cls(unplaced).call("node", deadline=deadline, doing="starting its process").result()
-        return cls([Member(m.handle, m.role, m.rank, node) for m, node in zip(unplaced, nodes, strict=True)])
+        return cls(unplaced).call(
+            "node",
+            deadline=deadline,
+            doing="starting its process",
+            fold=lambda nodes: cls([Member(m.handle, role, m.rank, n) for m, n in zip(unplaced, nodes, strict=True)]),
+        )
 
     def call(
         self,

@@ -67,6 +67,8 @@ class TrainBatch:
     old_logprobs: Tensor | None = None  # float32 [N], by the learner before the update
     ref_logprobs: Tensor | None = None  # float32 [N]
     rollout_logprobs: Tensor | None = None  # float32 [N], by the sampler
+    loss_weights: Tensor | None = None  # float32 [N]: each token's share in its optimiser step's loss, 0 where masked
+    entropy_mask: Tensor | None = None  # bool [N]: tokens uncertain enough to be trained on; None: all
 
     def with_(self, **tensors: Tensor | None) -> "TrainBatch":
         """A copy with some tensors filled in."""
@@ -134,3 +136,31 @@ def pack(rollouts: Sequence[Rollout]) -> TrainBatch:
         versions=torch.from_numpy(np.concatenate([r.versions for r in rollouts])),
         rollout_logprobs=torch.from_numpy(np.concatenate([r.logprobs for r in rollouts])) if with_logprobs else None,
     )
+
+
+def completion_mask(lengths: Tensor) -> Tensor:
+    """bool [S, max length]: where a padded layout holds a token; padding on the right."""
+    return torch.arange(int(lengths.max()), device=lengths.device)[None] < lengths[:, None]
+
+
+def pad(flat: Tensor, lengths: Tensor) -> Tensor:
+    """[N] packed -> [S, max length], zeros on the right."""
+    mask = completion_mask(lengths)
+    padded = flat.new_zeros(mask.shape)
+    padded[mask] = flat
+    return padded
+
+
+def unpad(padded: Tensor, lengths: Tensor) -> Tensor:
+    """[S, max length] -> [N] packed; the inverse of ``pad``."""
+    return padded[completion_mask(lengths)]
+
+
+def merge_scores(batch: TrainBatch, parts: Sequence[tuple[Sequence[int], Tensor]]) -> Tensor:
+    """float32 [N, ...] from ``parts``: (sequence indices, their completion tokens' scores), each sequence once."""
+    order = [i for indices, _ in parts for i in indices]
+    assert sorted(order) == list(range(batch.num_sequences)), "parts must cover every sequence exactly once"
+    scores = torch.cat([part for indices, part in parts if indices])
+    merged = torch.empty_like(scores)
+    merged[_token_picker(batch.completion_lengths, torch.tensor(order))] = scores
+    return merged

@@ -133,6 +133,16 @@ class AlgorithmConfig:
         """Completions per training step."""
         return self.prompts_per_step * self.group_size
 
+    @property
+    def kl_in_loss(self) -> bool:
+        """GRPO penalises KL in the loss; RLOO and PPO subtract it from the reward."""
+        return self.name == "grpo"
+
+    @property
+    def steps_per_update(self) -> int:
+        """Optimiser steps of one training step."""
+        return self.num_epochs * self.num_minibatches
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:

@@ -1,0 +1,218 @@
+"""From a configuration to live roles: connects to Ray, places every actor, starts them side by side, and ends them."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.frozen import ReferenceActor, RewardModelActor
+from actors.group import ActorGroup, Call, Deadline
+from actors.learner import CriticActor, LearnerActor
+from actors.placement import Placement
+from actors.pool import RolloutPool
+from actors.reward import RewardActor
+from actors.roles import LearnerGroup, RewardGroup, ScorerGroup
+from actors.rollout import RolloutActor, WorkerSpec, worker_env
+from actors.weight_sync import IpcTransport, NcclTransport, ObjectStoreTransport, Transport
+from rlhf.config import Config
+from rlhf.driver import Roles
+from rlhf.rewards import load_reward_functions
+from rlhf.topology import Device, Slot, Topology, plan_topology
+
+PROJECT_ROOT = Path(__file__).resolve().parent.parent
+QUIET = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TQDM_DISABLE": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "DS_LOG_LEVEL": "error",
+    "PYTHONWARNINGS": "ignore",
+}
+
+
+@contextlib.contextmanager
+def connect(config: Config) -> Iterator[None]:
+    """Joins the cluster at ``ray.address`` or $RAY_ADDRESS, or starts a local one that ends with the run."""
+    address = config.ray.address or os.environ.get("RAY_ADDRESS")
+    if ray.is_initialized():
+        yield  # the caller's cluster, the caller's to end
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+    if address:
+        ray.init(address=address, **quiet)
+    else:
+        device: Device = "gpu" if has_local_gpu() and config.placement.device != "cpu" else "cpu"
+        needed = plan_topology(config, device).totals()
+        ray.init(
+            num_cpus=max(os.cpu_count() or 1, int(needed["CPU"]) + 1),  # logical: roles take turns on the real ones
+            include_dashboard=False,
+            object_store_memory=config.ray.object_store_mib << 20,
+            **quiet,
+        )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def has_local_gpu() -> bool:
+    """Whether this machine has an NVIDIA GPU, without importing torch."""
+    return Path("/proc/driver/nvidia/gpus").is_dir() or Path("/dev/nvidia0").exists()
+
+
+def resolve_device(config: Config) -> Device:
+    """placement.device, or what the cluster has."""
+    if config.placement.device != "auto":
+        return config.placement.device
+    return "gpu" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
+
+
+class Cluster:
+    """All actors of one run. Use as a context manager: leaving it kills them and gives their bundles back."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.device = resolve_device(config)
+        self.topology: Topology = plan_topology(config, self.device)
+        self._deadline = Deadline(config.timeouts.start_s, "timeouts.start_s")
+        self._groups: dict[str, ActorGroup] = {}
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "Cluster":
+        timeout_s = self._config.placement.timeout_s
+        try:
+            self._placement = self._stack.enter_context(Placement(self.topology, timeout_s=timeout_s))
+            self._stack.callback(self._kill_all)
+            self._start_all()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def _kill_all(self) -> None:
+        for group in self._groups.values():
+            group.kill()
+
+    def group(self, role: str) -> ActorGroup:
+        """The actors of a role."""
+        return self._groups[role]
+
+    def _create(
+        self, role: str, actor: type, make_args: Callable[[int, int], tuple[Any, ...]], **options: Any
+    ) -> Call[ActorGroup]:
+        """Creates a role's actors in their slots, without waiting for their processes."""
+        slots, remote = self.topology.slots[role], ray.remote(actor)
+        handles = []
+        for index, slot in enumerate(slots):
+            placed = self._placement.options(slot, self._env(role, slot))
+            handles.append(remote.options(**placed, **options).remote(*make_args(index, len(slots))))
+        return ActorGroup.locate(role, handles, self._deadline)
+
+    def _env(self, role: str, slot: Slot) -> dict[str, str]:
+        """Environment of an actor: quiet libraries, its share of CPU threads, and on CPU no device at all."""
+        path = os.pathsep.join([str(PROJECT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = QUIET | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(max(1, int(slot.num_cpus)))}
+        if self.device == "cpu":
+            env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        if role == "rollout":
+            env |= worker_env(self.device)
+            if slot.spans and self.device == "gpu":
+                env |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "CUDA_VISIBLE_DEVICES": self._devices_of(slot)}
+        return env
+
+    def _start_all(self) -> None:
+        """Creates every process, then starts all roles at once: start-up is imports and loading, and overlaps."""
+        config, roles = self._config, self.topology.slots
+        actors = {"learner": LearnerActor, "critic": CriticActor, "reference": ReferenceActor}
+        located = {r: self._create(r, a, lambda i, n: (config, i, n)) for r, a in actors.items() if r in roles}
+        located |= {
+            r: self._create(r, a, lambda i, n: (config,))
+            for r, a in {"reward_model": RewardModelActor, "reward": RewardActor}.items()
+            if r in roles
+        }
+        if self._spans_gpus:  # those workers use the GPUs that Ray gave to learner ranks: these must be known
+            self._groups["learner"] = located.pop("learner").result()
+        located["rollout"] = self._create("rollout", RolloutActor, lambda i, n: (self._worker_spec(),), max_concurrency=8)
+        self._groups |= {role: call.result() for role, call in located.items()}
+        if self._shares_gpus:
+            # vLLM sizes its KV cache from the memory it finds free: it goes first, and sleeps before others load.
+            self._start("rollout").result()
+            self._groups["rollout"].call("sleep", deadline=self._deadline, doing="going to sleep").result()
+        calls = [self._start(role) for role in self._groups if role != "rollout" or not self._shares_gpus]
+        for call in calls:
+            call.result()
+
+    @property
+    def _spans_gpus(self) -> bool:
+        return self.device == "gpu" and bool(self.topology.slots["rollout"][0].spans)
+
+    @property
+    def _shares_gpus(self) -> bool:
+        return self.device == "gpu" and self._config.placement.mode == "colocate"
+
+    def _devices_of(self, slot: Slot) -> str:
+        """The GPUs of the learner ranks that a tensor-parallel worker shares."""
+        ranks = ActorGroup([self._groups["learner"].members[i] for i in slot.spans])
+        return ",".join(ranks.call("visible_devices", deadline=self._deadline, doing="naming its GPU").result())
+
+    def _worker_spec(self) -> WorkerSpec:
+        config = self._config
+        return WorkerSpec(
+            config=config.rollout,
+            model_path=config.model.path,
+            trust_remote_code=config.model.trust_remote_code,
+            max_model_tokens=config.max_sequence_tokens,
+            device=self.device,
+            colocated=config.placement.mode == "colocate",
+            logprobs=config.needs_rollout_logprobs,
+            seed=config.seed,
+            dtype=config.model.dtype,
+        )
+
+    def _start(self, role: str) -> Call[Any]:
+        group = self._groups[role]
+        args: tuple[Any, ...] = ()
+        if role in ("learner", "critic"):
+            root = group.members[0]
+            args = (root.node, ray.get(root.handle.free_port.remote(), timeout=self._deadline.seconds))
+        return group.call("start", *args, deadline=self._deadline, doing="starting")
+
+    def roles(self) -> Roles:
+        """What the driver loop talks to."""
+        timeouts = self._config.timeouts
+        groups = self._groups
+        return Roles(
+            learner=LearnerGroup(groups["learner"], timeouts),
+            rollouts=RolloutPool(
+                groups["rollout"],
+                self._transport(),
+                timeouts,
+                asleep=self._shares_gpus,
+            ),
+            reward=RewardGroup(groups.get("reward"), groups.get("reward_model"), reward_weights(self._config), timeouts),
+            reference=ScorerGroup(groups["reference"], timeouts) if "reference" in groups else None,
+            critic=LearnerGroup(groups["critic"], timeouts) if "critic" in groups else None,
+        )
+
+    def _transport(self) -> Transport:
+        learner, workers = self._groups["learner"], self._groups["rollout"]
+        deadline = Deadline(self._config.timeouts.publish_s, "timeouts.publish_s")
+        if self.device == "cpu":
+            return ObjectStoreTransport(learner, workers, deadline)
+        if self._config.placement.mode == "colocate":
+            return IpcTransport(learner, workers, deadline)
+        return NcclTransport(learner, workers, deadline, self._config.rollout.tensor_parallel_size)
+
+
+def reward_weights(config: Config) -> dict[str, float]:
+    """The weight of every reward in the sum, by metric name."""
+    weights = {function.name: function.weight for function in load_reward_functions(config.reward.functions)}
+    return weights | ({"model": config.reward.model.weight} if config.reward.model else {})

@@ -1,0 +1,63 @@
+"""Ray actors of the models that only score: the reference policy and the reward model."""
+
+from collections.abc import Sequence
+
+from transformers import AutoTokenizer
+
+from actors.group import RankActor
+from actors.reward import decode
+from rlhf.batch import Rollout, TrainBatch
+from rlhf.config import Config
+from rlhf.engine import local_rank_device, resolve_dtype
+from rlhf.frozen import FrozenScorer, RewardModel
+from rlhf.learner import Part
+from rlhf.models import load_policy, load_scalar
+
+
+class ReferenceActor(RankActor):
+    """One replica of the frozen policy; scores its share of each batch."""
+
+    def __init__(self, config: Config, rank: int, num_ranks: int) -> None:
+        self._config, self._rank, self._num_ranks = config, rank, num_ranks
+
+    def start(self) -> None:
+        config, device = self._config, local_rank_device()
+        model = load_policy(
+            config.reference.path or config.model.path,
+            dtype=resolve_dtype(config.model.dtype, device),
+            temperature=config.rollout.temperature,
+            chunk_tokens=config.learner.logits_chunk_tokens,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        self._scorer = FrozenScorer(
+            model,
+            rank=self._rank,
+            num_ranks=self._num_ranks,
+            token_budget=config.reference.micro_batch_tokens,
+            device=device,
+        )
+
+    def score(self, batch: TrainBatch) -> Part:
+        return self._scorer.score(batch)
+
+
+class RewardModelActor(RankActor):
+    """One replica of the reward model; scores the rollouts it is given."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def start(self) -> None:
+        settings, device = self._config.reward.model, local_rank_device()
+        assert settings is not None
+        self._decoder = AutoTokenizer.from_pretrained(self._config.model.path)
+        self._model = RewardModel(
+            settings.path,
+            load_scalar(settings.path, dtype=resolve_dtype(self._config.model.dtype, device)),
+            max_tokens=settings.max_tokens,
+            token_budget=settings.micro_batch_tokens,
+            device=device,
+        )
+
+    def score(self, rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
+        return {"model": self._model.score(rollouts, decode(self._decoder, rollouts))}

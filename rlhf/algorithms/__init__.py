@@ -1,0 +1,13 @@
+"""Advantages, losses and KL terms of PPO, GRPO and RLOO: pure functions over tensors, and one small object for each."""
+
+from rlhf.algorithms.base import Algorithm
+from rlhf.algorithms.grpo import grpo, rloo
+from rlhf.algorithms.ppo import Ppo
+from rlhf.config import AlgorithmConfig
+
+__all__ = ["Algorithm", "make_algorithm"]
+
+
+def make_algorithm(config: AlgorithmConfig) -> Algorithm:
+    """The algorithm that ``algorithm.name`` names."""
+    return {"grpo": grpo, "rloo": rloo, "ppo": Ppo}[config.name](config)

@@ -1,0 +1,132 @@
+"""Advantages: GAE for a critic; group baselines where several completions share a prompt; whitening.
+
+Groups are contiguous: with ``group_size`` G, rewards ``[i * G, (i + 1) * G)`` belong to prompt i. Everything runs on
+the whole batch of a training step, so "over the batch" is global however many ranks train on it.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+RewardScale = Literal["group", "batch", "none"]
+
+STD_EPSILON = 1e-4  # added to a standard deviation of rewards, as TRL does
+WHITEN_EPSILON = 1e-8  # added to a variance
+
+
+def place_scores(rewards: Tensor, scores: Tensor, mask: Tensor, *, after_last: bool = False) -> Tensor:
+    """Adds each sequence's score to the reward of its last token.
+
+    With ``after_last``, TRL's PPO convention: one position later where there is padding to hold it (the mask handed to
+    ``gae`` must then include that position).
+
+    rewards float [B, T] (for example ``-beta * KL``), scores float [B], mask bool or 0/1 [B, T], padded on the right,
+    at least one token per row. Returns float [B, T].
+    """
+    last = mask.long().sum(1) - 1
+    if after_last:
+        last = (last + 1).clamp(max=mask.shape[1] - 1)
+    return rewards.scatter_add(1, last.unsqueeze(1), scores.to(rewards.dtype).unsqueeze(1))
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    bootstrap_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation. Schulman et al. 2016, arXiv 1506.02438, equation 16.
+
+        delta_t = r_t + gamma * V_{t+1} - V_t
+        A_t     = delta_t + gamma * lam * A_{t+1}
+        R_t     = A_t + V_t
+
+    ``V`` after the last token is ``bootstrap_values``: what the critic expects beyond the cut of a truncated row, 0 for
+    a row that ended; None: 0 for all.
+
+    rewards, values float [B, T]; mask bool or 0/1 [B, T], padded on the right; bootstrap_values float [B] or None.
+    Returns (advantages, returns), float [B, T], zero at padding.
+    """
+    real = mask.bool()
+    next_value = torch.zeros_like(values[:, 0]) if bootstrap_values is None else bootstrap_values.to(values.dtype)
+    next_advantage = torch.zeros_like(next_value)
+    advantages = torch.zeros_like(values)
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = delta + gamma * lam * next_advantage
+        # At padding both carry over, so a row's recursion starts at its own last token.
+        next_advantage = torch.where(real[:, t], advantage, next_advantage)
+        next_value = torch.where(real[:, t], values[:, t], next_value)
+        advantages[:, t] = torch.where(real[:, t], advantage, 0.0)
+    return advantages, torch.where(real, advantages + values, 0.0)
+
+
+def group_normalized(rewards: Tensor, group_size: int, *, scale: RewardScale) -> Tensor:
+    """``(r_i - mean of the group) / (std + 1e-4)``. GRPO: arXiv 2402.03300, section 4.1.2.
+
+    The deviation is Bessel-corrected; ``scale`` says over what it is taken: the ``group``; the raw rewards of the
+    ``batch`` (arXiv 2508.08221); or ``none``, no division (Dr. GRPO, arXiv 2503.20783).
+
+    rewards float [B], group-contiguous. Returns float [B]. Raises ValueError for an unknown scale, for group_size < 2
+    and where group_size does not divide B.
+    """
+    groups = _as_groups(rewards, group_size)
+    centred = groups - groups.mean(1, keepdim=True)
+    if scale == "group":
+        centred = centred / (groups.std(1, keepdim=True) + STD_EPSILON)
+    elif scale == "batch":
+        centred = centred / (rewards.std() + STD_EPSILON)
+    elif scale != "none":
+        raise ValueError(f"scale={scale!r} is unknown; use group, batch or none")
+    return centred.flatten()
+
+
+def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
+    """RLOO: each reward less the mean of the others of its group. Ahmadian et al. 2024, arXiv 2402.14740.
+
+        A_i = r_i - sum_{j != i} r_j / (G - 1)
+
+    rewards float [B], group-contiguous. Returns float [B]. Raises ValueError as ``group_normalized`` does.
+    """
+    groups = _as_groups(rewards, group_size)
+    others = (groups.sum(1, keepdim=True) - groups) / (group_size - 1)
+    return (groups - others).flatten()
+
+
+def reinforce_plus_plus_baseline(rewards: Tensor, group_size: int) -> Tensor:
+    """REINFORCE++ with baseline: less the mean of its group, then whitened over the batch. Hu et al., arXiv 2501.03262.
+
+    rewards float [B], group-contiguous. Returns float [B]. Raises ValueError as ``group_normalized`` does.
+    """
+    return whiten(group_normalized(rewards, group_size, scale="none"), torch.ones_like(rewards))
+
+
+def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
+    """``(x - mean) / sqrt(var + 1e-8)`` over the unmasked values; without ``shift_mean`` the mean is added back.
+
+    The variance is Bessel-corrected, as in TRL. Global if ``x`` is the whole batch.
+
+    x float and mask bool or 0/1, of any one shape. Returns float of that shape, zero where masked. Raises ValueError if
+    fewer than two values are unmasked.
+    """
+    real = mask.bool()
+    if real.sum() < 2:
+        raise ValueError(f"whitening needs at least 2 unmasked values, got {int(real.sum())}; use a larger batch")
+    variance, mean = torch.var_mean(x[real])
+    whitened = (x - mean) * torch.rsqrt(variance + WHITEN_EPSILON)
+    return torch.where(real, whitened if shift_mean else whitened + mean, 0.0)
+
+
+def _as_groups(rewards: Tensor, group_size: int) -> Tensor:
+    """float [B / group_size, group_size]."""
+    if group_size < 2:
+        raise ValueError(f"group_size={group_size} leaves nothing to compare a reward with; group_size must be >= 2")
+    if rewards.numel() % group_size != 0:
+        raise ValueError(
+            f"group_size={group_size} does not divide the {rewards.numel()} rewards; give whole groups, or a divisor"
+        )
+    return rewards.reshape(-1, group_size)

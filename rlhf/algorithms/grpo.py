@@ -1,0 +1,62 @@
+"""Group Relative Policy Optimization (Shao et al. 2024, arXiv 2402.03300), and its kin DAPO, Dr. GRPO, CISPO, GSPO."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rlhf.algorithms.advantages import group_normalized, leave_one_out
+from rlhf.algorithms.kl import KLEstimator, per_token_kl
+from rlhf.batch import TrainBatch, sequence_ids
+from rlhf.config import AlgorithmConfig
+
+
+class GroupBaseline:
+    """One advantage per completion, from the rewards of its group; every token of the completion gets it."""
+
+    def __init__(self, config: AlgorithmConfig, advantages_of: Callable[[Tensor], Tensor]) -> None:
+        self._config, self._advantages_of = config, advantages_of
+        self.needs_old_logprobs = config.beta > 0 and not config.kl_in_loss
+
+    def assign_advantages(self, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
+        assert batch.rewards is not None
+        clip = self._config.reward_clip
+        rewards = batch.rewards if clip is None else batch.rewards.clamp(-clip, clip)
+        metrics: dict[str, float] = {}
+        if self.needs_old_logprobs:
+            kl = sequence_kl(batch, self._config.kl_estimator)
+            rewards = rewards - self._config.beta * kl
+            metrics["objective/kl"] = kl.mean().item()
+        advantages = self._advantages_of(rewards)
+        metrics["advantages/abs_mean"] = advantages.abs().mean().item()
+        return batch.with_(advantages=advantages.repeat_interleave(batch.completion_lengths)), metrics
+
+    def state_dict(self) -> dict[str, float]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        assert not state
+
+
+def sequence_kl(batch: TrainBatch, estimator: KLEstimator) -> Tensor:
+    """float32 [S]: each completion's summed per-token KL to the reference."""
+    assert batch.old_logprobs is not None and batch.ref_logprobs is not None
+    per_token = per_token_kl(batch.old_logprobs, batch.ref_logprobs, estimator=estimator)
+    return per_token.new_zeros(batch.num_sequences).index_add(0, sequence_ids(batch.completion_lengths), per_token)
+
+
+def grpo(config: AlgorithmConfig) -> GroupBaseline:
+    """Rewards normalised within their group."""
+    return GroupBaseline(config, lambda r: group_normalized(r, config.group_size, scale=config.scale_rewards))
+
+
+def rloo(config: AlgorithmConfig) -> GroupBaseline:
+    """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740): the others of the group are the
+    baseline, and the KL to the reference is part of the reward."""
+    return GroupBaseline(config, lambda r: leave_one_out(r, config.group_size))
+
+
+def zero_variance_groups(rewards: Tensor, group_size: int) -> Tensor:
+    """bool [num_groups]: groups whose rewards are all equal, which teach nothing. rewards float [S], group-contiguous."""
+    groups = rewards.view(-1, group_size)
+    return torch.isclose(groups, groups[:, :1], rtol=0, atol=1e-8).all(1)

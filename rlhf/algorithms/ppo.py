@@ -1,0 +1,69 @@
+"""Proximal Policy Optimization for language models (Schulman et al. 2017, arXiv 1707.06347; Ziegler et al. 2019).
+
+The reward of a token is ``-beta * KL`` to the reference there, plus the completion's score at its last token; advantages
+and returns come from generalised advantage estimation over the critic's values.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from rlhf.algorithms.advantages import gae, place_scores, whiten
+from rlhf.algorithms.kl import AdaptiveKLController, FixedKLController, KLController, per_token_kl
+from rlhf.batch import TrainBatch, completion_mask, pad, sequence_ids, unpad
+from rlhf.config import AlgorithmConfig
+
+
+class Ppo:
+    """Advantages of PPO. Its state is the KL controller's."""
+
+    needs_old_logprobs = True
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self._config = config
+        self._controller: KLController = (
+            FixedKLController(config.beta)
+            if config.kl_target is None
+            else AdaptiveKLController(config.beta, target=config.kl_target, horizon=config.kl_horizon)
+        )
+
+    def assign_advantages(self, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
+        config, lengths = self._config, batch.completion_lengths
+        assert batch.values is not None and batch.old_logprobs is not None
+        kl, beta = self._kl(batch), self._controller.beta
+        scores = self._scores(batch)
+        mask = completion_mask(lengths)
+        rewards = place_scores(pad(-beta * kl, lengths), scores, mask)
+        advantages, returns = gae(rewards, pad(batch.values, lengths), mask, gamma=config.gamma, lam=config.lam)
+        if config.whiten_advantages:
+            advantages = whiten(advantages, mask)
+        kl_per_sequence = kl.new_zeros(len(lengths)).index_add(0, sequence_ids(lengths), kl)
+        self._controller.update(kl_per_sequence.mean().item(), len(lengths))
+        metrics = {
+            "objective/kl": kl_per_sequence.mean().item(),
+            "objective/scores": scores.mean().item(),
+            "objective/rlhf_reward": (scores - beta * kl_per_sequence).mean().item(),
+            "objective/non_score_reward": (-beta * kl_per_sequence).mean().item(),
+            "objective/kl_coef": beta,
+        }
+        return batch.with_(advantages=unpad(advantages, lengths), returns=unpad(returns, lengths)), metrics
+
+    def _kl(self, batch: TrainBatch) -> Tensor:
+        """float32 [N]; zero without a reference."""
+        assert batch.old_logprobs is not None
+        if batch.ref_logprobs is None:
+            return batch.old_logprobs.new_zeros(batch.num_completion_tokens)
+        return per_token_kl(batch.old_logprobs, batch.ref_logprobs, estimator=self._config.kl_estimator)
+
+    def _scores(self, batch: TrainBatch) -> Tensor:
+        """float32 [S]: the rewards, clipped, less the penalty of a completion that never ended."""
+        assert batch.rewards is not None
+        clip, penalty = self._config.reward_clip, self._config.missing_eos_penalty
+        scores = batch.rewards if clip is None else batch.rewards.clamp(-clip, clip)
+        return scores if penalty is None else scores - penalty * batch.truncated
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._controller.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._controller.load_state_dict(state)

@@ -1,0 +1,93 @@
+"""Models that only score: the reference policy, and a reward model."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from rlhf.batch import Rollout, TrainBatch
+from rlhf.errors import ConfigError
+from rlhf.models import PackedModel, PolicyModel, ScalarModel, packed_inputs
+from rlhf.packing import plan_micro_batches
+
+
+class FrozenScorer:
+    """Runs a model over this rank's share of packed batches, without gradients."""
+
+    def __init__(self, model: PackedModel, *, rank: int, num_ranks: int, token_budget: int, device: torch.device) -> None:
+        self.model = model.to(device).eval().requires_grad_(False)
+        self._rank, self._num_ranks, self._token_budget, self._device = rank, num_ranks, token_budget, device
+
+    @torch.no_grad()
+    def score(self, batch: TrainBatch) -> tuple[list[int], Tensor]:
+        """(sequence indices, float32 [n] of their completion tokens): log-probabilities, or scalar scores."""
+        plan = plan_micro_batches(
+            batch.sequence_lengths.tolist(),
+            num_ranks=self._num_ranks,
+            token_budget=self._token_budget,
+            hidden_size=self.model.lm.config.hidden_size,
+        )
+        mine = [indices for indices in plan[self._rank] if indices]
+        pieces = [self._forward(batch.select(indices)) for indices in mine]
+        return [i for indices in mine for i in indices], torch.cat(pieces) if pieces else torch.empty(0)
+
+    def _forward(self, batch: TrainBatch) -> Tensor:
+        output = self.model(packed_inputs(batch, self._device))
+        return (output[0] if isinstance(self.model, PolicyModel) else output).cpu()
+
+
+class RewardModel:
+    """Scores text: it has a tokenizer and a chat template of its own, so the policy's tokens mean nothing to it."""
+
+    def __init__(
+        self, path: str, model: ScalarModel, *, max_tokens: int, token_budget: int, device: torch.device
+    ) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self._max_tokens = min(max_tokens, token_budget)
+        self._scorer = FrozenScorer(model, rank=0, num_ranks=1, token_budget=token_budget, device=device)
+
+    def score(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> list[float]:
+        """One score per rollout; ``texts`` are the completions."""
+        return self.score_tokens([self._tokenise(r, text) for r, text in zip(rollouts, texts, strict=True)])
+
+    def score_tokens(self, sequences: Sequence[list[int]]) -> list[float]:
+        """The model's scalar at the last token of each sequence."""
+        batch = last_token_batch(sequences)
+        indices, scores = self._scorer.score(batch)
+        by_sequence = dict(zip(indices, scores.tolist(), strict=True))
+        return [by_sequence[i] for i in range(len(sequences))]
+
+    def _tokenise(self, rollout: Rollout, text: str) -> list[int]:
+        prompt = rollout.prompt
+        if prompt.messages is None:
+            ids = self.tokenizer(prompt.text + text)["input_ids"]
+        elif self.tokenizer.chat_template is None:
+            raise ConfigError("reward.model.path: the prompts are chats, but its tokenizer has no chat template; add one")
+        else:
+            messages: list[dict[str, str]] = [*prompt.messages, {"role": "assistant", "content": text}]
+            ids = self.tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+        return truncate_tail(ids, self._max_tokens)
+
+
+def truncate_tail(ids: Any, max_tokens: int) -> list[int]:
+    """The last ``max_tokens`` ids: the end of a conversation is what is judged."""
+    return list(ids)[-max_tokens:]
+
+
+def last_token_batch(sequences: Sequence[list[int]]) -> TrainBatch:
+    """Packs whole sequences so that a ScalarModel's one score per sequence is read at its last token.
+
+    A scalar is read at the position BEFORE each completion token, so each sequence gets one token appended whose own
+    content is never looked at.
+    """
+    lengths = torch.tensor([len(s) for s in sequences], dtype=torch.long)
+    ones = torch.ones_like(lengths)
+    return TrainBatch(
+        tokens=torch.tensor([t for s in sequences for t in (*s, s[-1])], dtype=torch.long),
+        prompt_lengths=lengths,
+        completion_lengths=ones,
+        truncated=torch.zeros(len(sequences), dtype=torch.bool),
+        versions=torch.zeros(len(sequences), dtype=torch.int32),
+    )

@@ -1,0 +1,203 @@
+"""What learns: the policy from advantages, the critic from returns. Both are a loss on top of one Engine."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf.algorithms.losses import (
+    PolicyLossSettings,
+    entropy_bonus,
+    packed_policy_loss,
+    rollout_importance_ratio,
+    token_weights,
+    top_entropy_mask,
+    truncation_mask,
+    value_loss,
+)
+from rlhf.batch import TrainBatch, merge_scores
+from rlhf.config import AlgorithmConfig
+from rlhf.engine import Engine, LossFn
+from rlhf.packing import plan_micro_batches, split_minibatches
+
+Part = tuple[list[int], Tensor]
+
+
+class BatchLearner:
+    """Spreads a training batch over ranks, micro-batches and optimiser steps. Subclasses say what the loss is."""
+
+    def __init__(self, engine: Engine, config: AlgorithmConfig, *, seed: int, max_completion_tokens: int) -> None:
+        self.engine, self.config = engine, config
+        self._seed, self._max_completion_tokens = seed, max_completion_tokens
+
+    def _micro_batches(self, batch: TrainBatch) -> list[list[int]]:
+        """This rank's micro-batches of a batch that every rank holds, as sequence indices; some may be empty."""
+        plan = plan_micro_batches(
+            batch.sequence_lengths.tolist(),
+            num_ranks=self.engine.world_size,
+            token_budget=self.engine.config.micro_batch_tokens,
+            hidden_size=self.engine.model.lm.config.hidden_size,
+        )
+        return plan[self.engine.rank]
+
+    def _score(self, batch: TrainBatch, pick: Callable[[Any], Tensor]) -> Part:
+        """(sequence indices, [n] scores of their completion tokens) of this rank's share."""
+        mine = self._micro_batches(batch)
+        pieces = self.engine.forward([batch.select(indices) if indices else None for indices in mine], pick)
+        self.engine.release_gathered()
+        return [i for indices in mine for i in indices], torch.cat(pieces) if pieces else torch.empty(0)
+
+    def _score_everywhere(self, batch: TrainBatch, pick: Callable[[Any], Tensor]) -> Tensor:
+        """float32 [N] on every rank."""
+        parts: list[Part | None] = [None] * self.engine.world_size
+        dist.all_gather_object(parts, self._score(batch, pick))
+        return merge_scores(batch, [part for part in parts if part is not None])
+
+    def _steps(self, batch: TrainBatch) -> list[TrainBatch]:
+        """The batches of the optimiser steps: shuffled anew for every epoch, the same way on every rank."""
+        if self.config.steps_per_update == 1:
+            return [batch]
+        shuffle = torch.Generator().manual_seed(self._seed * 1_000_003 + self.engine.engine.global_steps)
+        steps = []
+        for _ in range(self.config.num_epochs):
+            order = torch.randperm(batch.num_sequences, generator=shuffle).tolist()
+            steps += [batch.select(part) for part in split_minibatches([order], self.config.num_minibatches)]
+        return steps
+
+    def _optimise(self, steps: Sequence[TrainBatch], make_loss: Callable[[int], LossFn]) -> dict[str, float]:
+        """One optimiser step per batch; the mean of their metrics."""
+        totals: dict[str, float] = {}
+        for batch in steps:
+            assert batch.loss_weights is not None
+            num_tokens = int((batch.loss_weights != 0).sum())
+            mine = [batch.select(indices) if indices else None for indices in self._micro_batches(batch)]
+            for name, value in self.engine.step(mine, make_loss(num_tokens)).items():
+                totals[name] = totals.get(name, 0.0) + value / len(steps)
+        return totals
+
+
+class PolicyLearner(BatchLearner):
+    """The policy's clipped surrogate over completion tokens."""
+
+    def __init__(self, engine: Engine, config: AlgorithmConfig, *, seed: int, max_completion_tokens: int) -> None:
+        super().__init__(engine, config, seed=seed, max_completion_tokens=max_completion_tokens)
+        self._loss_settings = PolicyLossSettings(
+            loss_type=config.loss_type,
+            epsilon_low=config.epsilon_low,
+            epsilon_high=config.epsilon_high,
+            delta=config.delta,
+            dual_clip=config.dual_clip,
+            importance_sampling_level=config.importance_sampling_level,
+            beta=config.beta if config.kl_in_loss else 0.0,
+            kl_bias_correction=config.kl_bias_correction,
+        )
+
+    def score(self, batch: TrainBatch) -> Part:
+        """This rank's share of the log-probabilities under the current weights."""
+        return self._score(batch, lambda output: output[0])
+
+    def update(self, batch: TrainBatch) -> dict[str, float]:
+        """All optimiser steps of one training step.
+
+        With a single step the policy that scores is the one that sampled: its own forward gives the old
+        log-probabilities, and none is spent on them beforehand.
+        """
+        batch = self._score_beforehand(batch)
+        steps = [step.with_(loss_weights=self._weights(step)) for step in self._steps(batch)]
+        return self._optimise(steps, lambda num_tokens: lambda out, micro: self._loss(out, micro, num_tokens))
+
+    def _score_beforehand(self, batch: TrainBatch) -> TrainBatch:
+        """Fills in what an optimiser step needs of the policy as it was before the first one."""
+        quantile = self.config.top_entropy_quantile
+        if quantile == 1 and (batch.old_logprobs is not None or self.config.steps_per_update == 1):
+            return batch
+        logprobs, entropy = self._score_everywhere(batch, lambda output: torch.stack(output, 1)).unbind(1)
+        everything = torch.ones_like(entropy, dtype=torch.bool)
+        return batch.with_(
+            old_logprobs=logprobs if batch.old_logprobs is None else batch.old_logprobs,
+            entropy_mask=top_entropy_mask(entropy, quantile, everything) if quantile < 1 else None,
+        )
+
+    def _weights(self, batch: TrainBatch) -> Tensor:
+        mask = truncation_mask(batch.completion_lengths, batch.truncated)
+        return token_weights(
+            batch.completion_lengths,
+            loss_type=self.config.loss_type,
+            max_completion_length=self._max_completion_tokens,
+            mask=mask if self.config.mask_truncated_completions else None,
+        )
+
+    def _loss(self, output: tuple[Tensor, Tensor], batch: TrainBatch, num_tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
+        logprobs, entropy = output
+        config, device = self.config, logprobs.device
+        assert batch.advantages is not None and batch.loss_weights is not None
+        weights, lengths = batch.loss_weights.to(device), batch.completion_lengths.to(device)
+        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs.to(device)
+        loss, stats = packed_policy_loss(
+            self._loss_settings,
+            logprobs,
+            old,
+            batch.advantages.to(device),
+            lengths,
+            weights,
+            num_tokens=num_tokens,
+            ref_logprobs=None if batch.ref_logprobs is None else batch.ref_logprobs.to(device),
+            rollout_ratio=self._rollout_ratio(old, batch, lengths, weights),
+            entropy_mask=None if batch.entropy_mask is None else batch.entropy_mask.to(device),
+        )
+        if config.entropy_coef:
+            loss = loss + entropy_bonus(entropy, weights, coef=config.entropy_coef)
+        counted = weights != 0
+        stats["entropy"] = (entropy.detach() * counted).sum() / max(num_tokens, 1)
+        if batch.rollout_logprobs is not None:
+            gap = (old - batch.rollout_logprobs.to(device)).abs()
+            stats["sampling/logprob_difference_mean"] = (gap * counted).sum() / max(num_tokens, 1)
+        return loss, stats
+
+    def _rollout_ratio(self, old: Tensor, batch: TrainBatch, lengths: Tensor, weights: Tensor) -> Tensor | None:
+        if self.config.rollout_correction == "none":
+            return None
+        assert batch.rollout_logprobs is not None
+        level, mode = self.config.rollout_correction.split("_")
+        return rollout_importance_ratio(
+            old,
+            batch.rollout_logprobs.to(old.device),
+            lengths,
+            weights != 0,
+            level=level,  # type: ignore[arg-type]
+            mode=mode,  # type: ignore[arg-type]
+            cap=self.config.rollout_correction_cap,
+        )
+
+
+class ValueLearner(BatchLearner):
+    """The critic's clipped regression onto returns."""
+
+    def score(self, batch: TrainBatch) -> Part:
+        """This rank's share of the values under the current weights."""
+        return self._score(batch, lambda output: output)
+
+    def update(self, batch: TrainBatch) -> dict[str, float]:
+        """All optimiser steps of one training step, over the same mini-batches as the policy's."""
+        steps = [
+            step.with_(loss_weights=token_weights(step.completion_lengths, loss_type="dapo"))
+            for step in self._steps(batch)
+        ]
+        metrics = self._optimise(steps, lambda num_tokens: lambda out, micro: self._loss(out, micro))
+        return {VALUE_METRICS.get(name, f"critic/{name}"): value for name, value in metrics.items()}
+
+    def _loss(self, values: Tensor, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        assert batch.values is not None and batch.returns is not None and batch.loss_weights is not None
+        device = values.device
+        return value_loss(
+            values,
+            batch.values.to(device),
+            batch.returns.to(device),
+            batch.loss_weights.to(device),
+            clip_range=self.config.value_clip,
+        )
+
+
+VALUE_METRICS = {"loss": "loss/value_avg", "value/clip_ratio": "val/clipfrac_avg"}

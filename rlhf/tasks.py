@@ -1,0 +1,159 @@
+"""Built-in verifiable tasks: prompts and their answers, made on the spot, the same for the same seed.
+
+A prompt belongs to one split by a hash of its text alone, so train and eval never share a prompt, whatever their seeds.
+"""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from random import Random
+from typing import Any, Literal
+
+from rlhf.errors import ConfigError
+
+Split = Literal["train", "eval"]
+Row = dict[str, Any]
+
+EVAL_SHARE = 8  # one prompt in eight is held out
+MAX_FRUITLESS_DRAWS = 1000  # in a row, before the task is taken to have no further prompts
+
+OPERATIONS = ("+", "-", "*")
+WORD_LIST = (
+    "apple bear cloud door eagle field grape house island jacket kettle lemon moon night ocean paper queen river "
+    "stone tree uncle valley water yellow zebra anchor bridge candle desert engine forest garden hammer iron jungle "
+    "king ladder mirror needle orange pencil quiet rabbit silver table umbrella violin window yard basket copper"
+)
+WORDS = WORD_LIST.split()
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(f"data.task_args.{message}")
+
+
+def _require_count(key: str, value: Any, minimum: int, maximum: int | None = None) -> None:
+    bound = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    _require(
+        is_integer and value >= minimum and (maximum is None or value <= maximum),
+        f"{key}={value!r} must be an integer {bound}",
+    )
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all tasks share. The fields of a task are its arguments: ``data.task_args``."""
+
+    num_rows: int = 1000  # of the train split, all distinct; fewer where the task has no more
+
+    def __post_init__(self) -> None:
+        _require_count("num_rows", self.num_rows, 1)
+
+    def draw(self, rng: Random) -> Row:
+        """One row: ``prompt`` (a string, or a list of messages) and the columns its reward functions need."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Arithmetic(Task):
+    """Chat: 'What is 3 + 4? Answer with a number.' Column ``answer``: '7'. Made for ``number_match``."""
+
+    max_operand: int = 20
+    operations: Sequence[str] = ("+", "-")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_count("max_operand", self.max_operand, 1)
+        _require(
+            isinstance(self.operations, (list, tuple))
+            and bool(self.operations)
+            and all(o in OPERATIONS for o in self.operations),
+            f"operations={self.operations!r} must be a list of some of '+', '-', '*'",
+        )
+
+    def draw(self, rng: Random) -> Row:
+        a, b = rng.randint(0, self.max_operand), rng.randint(0, self.max_operand)
+        operation = rng.choice(self.operations)
+        answer = {"+": a + b, "-": a - b, "*": a * b}[operation]
+        return {"prompt": _user(f"What is {a} {operation} {b}? Answer with a number."), "answer": str(answer)}
+
+
+@dataclass(frozen=True)
+class Phrases(Task):
+    """Plain prompts of a few random words and no answer, for rewards on the tokens alone, such as ``even_tokens``.
+
+    A randomly initialised two-layer model learns that one within a minute or two: the end-to-end test of a whole loop.
+    """
+
+    num_words: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_count("num_words", self.num_words, 1)
+
+    def draw(self, rng: Random) -> Row:
+        return {"prompt": " ".join(rng.choices(WORDS, k=self.num_words))}
+
+
+@dataclass(frozen=True)
+class SortWords(Task):
+    """Chat: sort a few words by the alphabet. Column ``answer``: 'apple, moon, tree'. Made for ``exact_match``."""
+
+    num_words: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_count("num_words", self.num_words, 2, len(WORDS))
+
+    def draw(self, rng: Random) -> Row:
+        words = rng.sample(WORDS, k=self.num_words)
+        question = f"Sort these words alphabetically: {', '.join(words)}. Answer with the words only, comma separated."
+        return {"prompt": _user(question), "answer": ", ".join(sorted(words))}
+
+
+TASKS: dict[str, type[Task]] = {"arithmetic": Arithmetic, "phrases": Phrases, "sort_words": SortWords}
+
+
+def _user(content: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": content}]
+
+
+def make_task(name: str, args: dict[str, Any]) -> Task:
+    """The task called ``name``. Raises ConfigError for an unknown task, an unknown argument or an impossible value."""
+    if name not in TASKS:
+        raise ConfigError(f"task:{name} does not exist; the tasks are {', '.join(sorted(TASKS))}")
+    task_type = TASKS[name]
+    known = [spec.name for spec in fields(task_type)]
+    for key in args:
+        if key not in known:
+            raise ConfigError(f"data.task_args.{key} is no argument of task:{name}; it has {', '.join(known)}")
+    return task_type(**args)
+
+
+def task_rows(name: str, args: dict[str, Any], *, split: Split, seed: int, max_rows: int | None = None) -> list[Row]:
+    """Distinct rows of one split: at most ``max_rows`` (default: the task's ``num_rows``).
+
+    The same arguments give the same rows. No prompt of one split occurs in the other, under any seed.
+    Raises ConfigError where the arguments leave the split without a prompt.
+    """
+    task = make_task(name, args)
+    limit = task.num_rows if max_rows is None else max_rows
+    rng = Random(f"{name}/{split}/{seed}")
+    rows: dict[str, Row] = {}  # by prompt
+    fruitless = 0
+    while len(rows) < limit and fruitless < MAX_FRUITLESS_DRAWS:
+        row = task.draw(rng)
+        key = str(row["prompt"])
+        fruitless += 1
+        if key not in rows and _split_of(key) == split:
+            rows[key] = row
+            fruitless = 0
+    if not rows:
+        raise ConfigError(
+            f"data.task_args={args} leave task:{name} no prompt for the {split} split; allow more distinct prompts"
+        )
+    return list(rows.values())
+
+
+def _split_of(prompt: str) -> Split:
+    return "eval" if zlib.crc32(prompt.encode()) % EVAL_SHARE == 0 else "train"

@@ -1,0 +1,131 @@
+"""GAE, group baselines and whitening, against arithmetic done by hand."""
+
+import math
+
+import pytest
+import torch
+
+from rlhf.algorithms.advantages import (
+    gae,
+    group_normalized,
+    leave_one_out,
+    place_scores,
+    reinforce_plus_plus_baseline,
+    whiten,
+)
+
+
+def f64(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
+
+
+def test_gae_by_hand():
+    # gamma = 0.9, lam = 0.5, so gamma * lam = 0.45. Values and rewards at padding must not matter.
+    rewards = f64([[0.0, 0.0, 1.0], [0.5, 2.0, 99.0]])
+    values = f64([[0.2, 0.4, 0.6], [0.3, 0.1, 99.0]])
+    advantages, returns = gae(rewards, values, MASK, gamma=0.9, lam=0.5)
+    a2 = 1.0 - 0.6  # the value after the last token is 0
+    a1 = (0.0 + 0.9 * 0.6 - 0.4) + 0.45 * a2
+    a0 = (0.0 + 0.9 * 0.4 - 0.2) + 0.45 * a1
+    b1 = 2.0 - 0.1
+    b0 = (0.5 + 0.9 * 0.1 - 0.3) + 0.45 * b1
+    torch.testing.assert_close(advantages, f64([[a0, a1, a2], [b0, b1, 0.0]]))
+    torch.testing.assert_close(returns, f64([[a0 + 0.2, a1 + 0.4, a2 + 0.6], [b0 + 0.3, b1 + 0.1, 0.0]]))
+
+
+def test_gae_bootstraps_truncated_rows():
+    # Row 0 was cut and the critic expects 0.8 beyond it; row 1 ended. The bootstrap enters at each row's last token.
+    rewards = f64([[0.0, 0.0, 1.0], [0.5, 2.0, 99.0]])
+    values = f64([[0.2, 0.4, 0.6], [0.3, 0.1, 99.0]])
+    advantages, _ = gae(rewards, values, MASK, gamma=0.9, lam=0.5, bootstrap_values=f64([0.8, 0.0]))
+    a2 = 1.0 + 0.9 * 0.8 - 0.6
+    a1 = (0.0 + 0.9 * 0.6 - 0.4) + 0.45 * a2
+    a0 = (0.0 + 0.9 * 0.4 - 0.2) + 0.45 * a1
+    torch.testing.assert_close(advantages[0], f64([a0, a1, a2]))
+    short, _ = gae(rewards, values, MASK, gamma=0.9, lam=0.5, bootstrap_values=f64([0.0, 0.8]))
+    b1 = 2.0 + 0.9 * 0.8 - 0.1
+    b0 = (0.5 + 0.9 * 0.1 - 0.3) + 0.45 * b1
+    torch.testing.assert_close(short[1], f64([b0, b1, 0.0]))
+
+
+def test_gae_with_lambda_one_is_discounted_return_minus_value():
+    rewards, values = f64([[1.0, 2.0, 3.0], [4.0, 5.0, 0.0]]), f64([[0.2, 0.4, 0.6], [0.3, 0.1, 0.0]])
+    _, returns = gae(rewards, values, MASK, gamma=0.5, lam=1.0)
+    expected = [[1.0 + 0.5 * 2.0 + 0.25 * 3.0, 2.0 + 0.5 * 3.0, 3.0], [4.0 + 0.5 * 5.0, 5.0, 0.0]]
+    torch.testing.assert_close(returns, f64(expected))
+
+
+def test_place_scores_at_the_last_token():
+    rewards, scores = f64([[0.1, 0.2, 0.3], [0.4, 0.5, 0.0]]), f64([10.0, 20.0])
+    expected = f64([[0.1, 0.2, 10.3], [0.4, 20.5, 0.0]])
+    torch.testing.assert_close(place_scores(rewards, scores, MASK), expected)
+
+
+def test_place_scores_one_after_the_last_token_where_there_is_padding():
+    rewards, scores = f64([[0.1, 0.2, 0.3], [0.4, 0.5, 0.0]]), f64([10.0, 20.0])
+    expected = f64([[0.1, 0.2, 10.3], [0.4, 0.5, 20.0]])
+    torch.testing.assert_close(place_scores(rewards, scores, MASK, after_last=True), expected)
+
+
+def test_group_normalized_by_hand():
+    rewards = f64([1.0, 3.0, 2.0, 8.0])  # groups (1, 3) and (2, 8): means 2 and 5
+    # Bessel-corrected: sqrt((1 + 1) / 1) and sqrt((9 + 9) / 1); over the batch mean 3.5, squares 6.25 .25 2.25 20.25.
+    std_0, std_1, std_batch = math.sqrt(2), math.sqrt(18), math.sqrt((6.25 + 0.25 + 2.25 + 20.25) / 3)
+    by_group = [-1 / (std_0 + 1e-4), 1 / (std_0 + 1e-4), -3 / (std_1 + 1e-4), 3 / (std_1 + 1e-4)]
+    torch.testing.assert_close(group_normalized(rewards, 2, scale="group"), f64(by_group))
+    by_batch = [x / (std_batch + 1e-4) for x in (-1, 1, -3, 3)]
+    torch.testing.assert_close(group_normalized(rewards, 2, scale="batch"), f64(by_batch))
+    torch.testing.assert_close(group_normalized(rewards, 2, scale="none"), f64([-1.0, 1.0, -3.0, 3.0]))
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_equal_rewards_give_zero_and_no_nan(scale):
+    assert torch.equal(group_normalized(torch.full((4,), 0.5), 2, scale=scale), torch.zeros(4))
+
+
+def test_leave_one_out_by_hand():
+    rewards = f64([1.0, 2.0, 6.0, 0.0, 0.0, 3.0])
+    expected = [1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2, 0 - (0 + 3) / 2, 0 - (0 + 3) / 2, 3 - (0 + 0) / 2]
+    torch.testing.assert_close(leave_one_out(rewards, 3), f64(expected))
+
+
+def test_reinforce_plus_plus_baseline_by_hand():
+    rewards = f64([1.0, 3.0, 2.0, 8.0])
+    # Centred on the groups: -1, 1, -3, 3. Their mean is 0, their Bessel-corrected variance (1 + 1 + 9 + 9) / 3.
+    std = math.sqrt(20 / 3 + 1e-8)
+    expected = f64([-1 / std, 1 / std, -3 / std, 3 / std])
+    torch.testing.assert_close(reinforce_plus_plus_baseline(rewards, 2), expected)
+
+
+def test_whiten_by_hand():
+    x, mask = f64([[1.0, 99.0], [2.0, 6.0]]), torch.tensor([[1, 0], [1, 1]])
+    # Unmasked 1, 2, 6: mean 3, Bessel-corrected variance (4 + 1 + 9) / 2 = 7.
+    std = math.sqrt(7 + 1e-8)
+    torch.testing.assert_close(whiten(x, mask), f64([[-2 / std, 0.0], [-1 / std, 3 / std]]))
+    kept_mean = f64([[3 - 2 / std, 0.0], [3 - 1 / std, 3 + 3 / std]])
+    torch.testing.assert_close(whiten(x, mask, shift_mean=False), kept_mean)
+
+
+def test_whiten_refuses_a_single_value():
+    with pytest.raises(ValueError, match="at least 2 unmasked values, got 1"):
+        whiten(torch.randn(3), torch.tensor([0, 1, 0]))
+
+
+@pytest.mark.parametrize("advantages_of", [leave_one_out, reinforce_plus_plus_baseline])
+def test_groups_must_be_whole_and_hold_two(advantages_of):
+    with pytest.raises(ValueError, match="group_size must be >= 2"):
+        advantages_of(torch.randn(4), 1)
+    with pytest.raises(ValueError, match="group_size=3 does not divide the 4 rewards"):
+        advantages_of(torch.randn(4), 3)
+
+
+def test_group_normalized_refuses_what_cannot_work():
+    with pytest.raises(ValueError, match="group_size must be >= 2"):
+        group_normalized(torch.randn(4), 1, scale="group")
+    with pytest.raises(ValueError, match="group_size=3 does not divide the 4 rewards"):
+        group_normalized(torch.randn(4), 3, scale="group")
+    with pytest.raises(ValueError, match="'std' is unknown; use group, batch or none"):
+        group_normalized(torch.randn(4), 2, scale="std")

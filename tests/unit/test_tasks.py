@@ -1,0 +1,90 @@
+"""Built-in tasks: deterministic, disjoint splits, right answers, errors that name the argument."""
+
+from typing import Any
+
+import pytest
+
+from rlhf.errors import ConfigError
+from rlhf.tasks import TASKS, make_task, task_rows
+
+
+@pytest.mark.parametrize("name", sorted(TASKS))
+def test_the_same_seed_gives_the_same_rows_and_another_seed_others(name: str) -> None:
+    rows = task_rows(name, {"num_rows": 50}, split="train", seed=1)
+    assert len(rows) == 50
+    assert rows == task_rows(name, {"num_rows": 50}, split="train", seed=1)
+    assert rows != task_rows(name, {"num_rows": 50}, split="train", seed=2)
+
+
+@pytest.mark.parametrize("name", sorted(TASKS))
+def test_splits_share_no_prompt_even_under_different_seeds(name: str) -> None:
+    train = {str(row["prompt"]) for row in task_rows(name, {}, split="train", seed=1)}
+    held_out = {str(row["prompt"]) for seed in (1, 2) for row in task_rows(name, {}, split="eval", seed=seed)}
+    assert train and held_out
+    assert not train & held_out
+
+
+def test_rows_are_distinct_and_a_small_task_gives_all_it_has() -> None:
+    args = {"max_operand": 4, "operations": ["+"]}
+    splits = [task_rows("arithmetic", args, split=split, seed=0) for split in ("train", "eval")]
+    assert sum(len(rows) for rows in splits) == 25  # 5 x 5 pairs of operands
+
+
+def test_max_rows_overrides_num_rows() -> None:
+    assert len(task_rows("phrases", {"num_rows": 5}, split="eval", seed=0, max_rows=7)) == 7
+
+
+def test_arithmetic_answers_are_right() -> None:
+    for row in task_rows("arithmetic", {"operations": ["+", "-", "*"], "max_operand": 30}, split="train", seed=0):
+        (message,) = row["prompt"]
+        question = message["content"].removeprefix("What is ").removesuffix("? Answer with a number.")
+        assert row["answer"] == str(eval(question))
+
+
+def test_sort_words_answers_are_right() -> None:
+    for row in task_rows("sort_words", {"num_words": 3}, split="train", seed=0):
+        words = row["prompt"][0]["content"].split(": ")[1].split(". ")[0].split(", ")
+        assert row["answer"] == ", ".join(sorted(words))
+        assert len(words) == 3
+
+
+def test_phrases_are_plain_prompts_of_the_asked_length() -> None:
+    rows = task_rows("phrases", {"num_words": 2, "num_rows": 10}, split="train", seed=0)
+    assert all(isinstance(row["prompt"], str) and len(row["prompt"].split()) == 2 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("chess", {}, "task:chess does not exist; the tasks are arithmetic, phrases, sort_words"),
+        (
+            "arithmetic",
+            {"max_operant": 3},
+            "data.task_args.max_operant is no argument of task:arithmetic; it has num_rows",
+        ),
+        ("arithmetic", {"max_operand": 0}, "data.task_args.max_operand=0 must be an integer at least 1"),
+        ("arithmetic", {"max_operand": "9"}, "data.task_args.max_operand='9' must be an integer"),
+        ("arithmetic", {"num_rows": True}, "data.task_args.num_rows=True must be an integer at least 1"),
+        (
+            "arithmetic",
+            {"operations": ["/"]},
+            "data.task_args.operations=['/'] must be a list of some of '+', '-', '*'",
+        ),
+        ("arithmetic", {"operations": []}, "data.task_args.operations=[]"),
+        ("arithmetic", {"operations": "+-"}, "data.task_args.operations='+-' must be a list"),
+        ("arithmetic", {"operations": 3}, "data.task_args.operations=3 must be a list"),
+        ("arithmetic", {"operations": [["+"]]}, "data.task_args.operations=[['+']] must be a list"),
+        ("phrases", {"num_words": 0}, "data.task_args.num_words=0"),
+        ("sort_words", {"num_words": 99}, "data.task_args.num_words=99 must be an integer from 2 to"),
+    ],
+)
+def test_errors_name_the_argument_and_what_would_work(name: str, args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_task(name, args)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_split_without_a_prompt_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="leave task:arithmetic no prompt for the eval split; allow more distinct"):
+        task_rows("arithmetic", {"max_operand": 1, "operations": ["*"]}, split="eval", seed=0)
