@@ -1,6 +1,7 @@
 """`rlhf train`: from a validated configuration to a finished run directory."""
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -51,7 +52,7 @@ def train(config: Config) -> dict[str, Any]:
                 tracker=tracker,
                 checkpoints=CheckpointStore(run_dir, keep=config.checkpoint.keep),
             )
-            with stops_at_step_end(driver, tracker):
+            with stops_at_step_end(driver):
                 driver.run()
             final_model = save_final(config, driver, tokenizer, run_dir)
             device = cluster.device
@@ -85,7 +86,7 @@ def check_rewards(config: Config, prompts: PromptSet) -> None:
 
 
 @contextlib.contextmanager
-def stops_at_step_end(driver: Driver, tracker: Tracker) -> Iterator[None]:
+def stops_at_step_end(driver: Driver) -> Iterator[None]:
     """First Ctrl-C (or SIGTERM): finish the step, save, stop. Second: stop now."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -95,7 +96,8 @@ def stops_at_step_end(driver: Driver, tracker: Tracker) -> Iterator[None]:
         if driver.stop_requested:
             raise KeyboardInterrupt
         driver.stop_requested = True
-        tracker.note(f"stopping after step {driver.step + 1}, with a checkpoint; Ctrl-C again stops at once")
+        # Not through the tracker: a signal may land in the middle of its own write.
+        os.write(2, b"\nstopping at the end of this step, with a checkpoint; Ctrl-C again stops at once\n")
 
     previous = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

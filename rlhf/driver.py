@@ -13,7 +13,8 @@ from rlhf.checkpoint import CheckpointStore, read_state
 from rlhf.config import Config
 from rlhf.data import PromptStream
 from rlhf.rewards import combine
-from rlhf.roles import Critic, Learner, Metrics, Reference, Reward, Rollouts
+from rlhf.roles import Critic, Learner, Metrics, Pending, Reference, Reward, Rollouts, Scores
+from rlhf.sampling import in_order, sample_groups
 from rlhf.tracking import Tracker, rollout_metrics
 
 
@@ -52,9 +53,9 @@ class Driver:
         while self.step < self.config.num_steps and not self.stop_requested:
             phase = self.tracker.phase
             with phase("generate"):
-                rollouts = self.generate()
+                rollouts, rewards = self.generate()
             with phase("score"):
-                batch, scores = self.score(rollouts)
+                batch, scores = self.score(rollouts, rewards)
             with phase("advantage"):
                 batch, metrics = self.algorithm.assign_advantages(batch)
             with phase("update"):
@@ -68,16 +69,13 @@ class Driver:
             if self.is_due(self.config.checkpoint.every_steps) or self.is_last():
                 self.save()
 
-    def generate(self) -> list[Rollout]:
-        """This step's rollouts, groups contiguous and in prompt order whatever order they finished in."""
-        prompts = self.prompts.take(self.config.algorithm.prompts_per_step)
-        groups = self.roles.rollouts.generate(prompts, group_size=self.config.algorithm.group_size)
-        return in_order(groups, prompts)
+    def generate(self) -> tuple[list[Rollout], Pending[Scores]]:
+        """This step's rollouts, groups contiguous and in prompt order, and their rewards on the way."""
+        return sample_groups(self.prompts, self.roles.rollouts, self.roles.reward, self.config.algorithm)
 
-    def score(self, rollouts: list[Rollout]) -> tuple[TrainBatch, dict[str, list[float]]]:
-        """Rewards, reference and current log-probabilities, values: all submitted at once, then awaited."""
+    def score(self, rollouts: list[Rollout], rewards: Pending[Scores]) -> tuple[TrainBatch, Scores]:
+        """Reference and current log-probabilities and values, all submitted at once beside the rewards, then awaited."""
         roles, batch = self.roles, pack(rollouts)
-        rewards = roles.reward.score(rollouts)
         roles.rollouts.sleep()
         ref_logprobs = roles.reference.score(batch) if roles.reference else None
         old_logprobs = roles.learner.score(batch) if self.algorithm.needs_old_logprobs else None
@@ -113,7 +111,7 @@ class Driver:
         self.evaluations[self.step] = rollout_metrics(rollouts, scores, rewards, group_size=1)
         self.tracker.log_eval(self.step, self.evaluations[self.step])
 
-    def record(self, rollouts: list[Rollout], batch: TrainBatch, scores: dict[str, list[float]], metrics: Metrics) -> None:
+    def record(self, rollouts: list[Rollout], batch: TrainBatch, scores: Scores, metrics: Metrics) -> None:
         """One line of metrics, and a table of completions every few steps."""
         assert batch.rewards is not None and batch.advantages is not None
         metrics |= rollout_metrics(rollouts, scores, batch.rewards, group_size=self.config.algorithm.group_size)
@@ -160,13 +158,6 @@ class Driver:
 
     def is_last(self) -> bool:
         return self.step == self.config.num_steps or self.stop_requested
-
-
-def in_order(groups: Any, prompts: Sequence[Prompt]) -> list[Rollout]:
-    """Flattens finished groups into prompt order; every prompt must have come back exactly once."""
-    by_prompt = {group[0].prompt.id: group for group in groups}
-    assert by_prompt.keys() == {p.id for p in prompts}, "the pool lost or repeated a prompt"
-    return [rollout for p in prompts for rollout in by_prompt[p.id]]
 
 
 def first_of_each(batch: TrainBatch) -> Tensor:

@@ -12,6 +12,8 @@ from rlhf.batch import Prompt, Rollout, TrainBatch
 
 T_co = TypeVar("T_co", covariant=True)
 Metrics = dict[str, float]
+Scores = dict[str, list[float]]
+"""One list [S] per reward function or model, by its metric name."""
 
 
 class Pending(Protocol[T_co]):
@@ -65,7 +67,7 @@ class Critic(Trained, Protocol):
 class Reward(Protocol):
     """Everything that gives a reward."""
 
-    def score(self, rollouts: Sequence[Rollout]) -> Pending[dict[str, list[float]]]:
+    def score(self, rollouts: Sequence[Rollout]) -> Pending[Scores]:
         """One list [S] per reward function or model, by its metric name; unweighted. NaN: the function abstained."""
         ...
 

@@ -1,0 +1,1 @@
+"""Entry points: the `rlhf` command, and what submits it to a cluster."""

@@ -1,0 +1,63 @@
+"""Rewards and completion lengths of one batch as named numbers. The names are TRL's, so its dashboards fit."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from rlhf.batch import Rollout
+from rlhf.roles import Metrics
+
+
+def rollout_metrics(
+    rollouts: Sequence[Rollout], scores: Mapping[str, Sequence[float]], rewards: Tensor, *, group_size: int
+) -> Metrics:
+    """Metrics of S rollouts: ``reward*`` and ``frac_reward_zero_std``, ``rewards/<function>/*``, ``completions/*``.
+
+    ``scores``: one list [S] per reward function, NaN where it abstained; ``rewards`` float [S]: their weighted sum.
+    Groups of ``group_size`` are contiguous. Deviations are Bessel-corrected; lengths are in tokens.
+    """
+    assert rollouts and len(rollouts) == len(rewards) and len(rewards) % group_size == 0
+    metrics = reward_metrics(rewards, group_size=group_size)
+    for name, values in scores.items():
+        metrics |= function_metrics(name, values)
+    return metrics | length_metrics(rollouts)
+
+
+def reward_metrics(rewards: Tensor, *, group_size: int) -> Metrics:
+    """``reward``, ``reward_std``: mean and deviation over the batch; ``frac_reward_zero_std``: share of the groups whose
+    rewards are all equal, from which a grouped algorithm learns nothing (left out for groups of one).
+
+    rewards float [S].
+    """
+    rewards = rewards.detach().double().cpu()
+    metrics = {"reward": rewards.mean().item(), "reward_std": rewards.std().item() if len(rewards) > 1 else 0.0}
+    if group_size == 1:
+        return metrics
+    groups = rewards.reshape(-1, group_size)
+    return metrics | {"frac_reward_zero_std": (groups.amax(1) == groups.amin(1)).double().mean().item()}
+
+
+def function_metrics(name: str, scores: Sequence[float]) -> Metrics:
+    """Mean and deviation of one reward function over the rows where it did not abstain (NaN); NaN where too few."""
+    given = [score for score in scores if not math.isnan(score)]
+    return {
+        f"rewards/{name}/mean": statistics.fmean(given) if given else math.nan,
+        f"rewards/{name}/std": statistics.stdev(given) if len(given) > 1 else math.nan,
+    }
+
+
+def length_metrics(rollouts: Sequence[Rollout]) -> Metrics:
+    """Completion lengths in tokens, of all and of those that ended by themselves (0 if none did, as in TRL)."""
+    lengths = [len(r.token_ids) for r in rollouts]
+    terminated = [len(r.token_ids) for r in rollouts if not r.truncated]
+    return {
+        "completions/mean_length": statistics.fmean(lengths),
+        "completions/min_length": float(min(lengths)),
+        "completions/max_length": float(max(lengths)),
+        "completions/clipped_ratio": 1 - len(terminated) / len(lengths),
+        "completions/mean_terminated_length": statistics.fmean(terminated or [0]),
+        "completions/min_terminated_length": float(min(terminated, default=0)),
+        "completions/max_terminated_length": float(max(terminated, default=0)),
+    }

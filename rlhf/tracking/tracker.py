@@ -1,0 +1,170 @@
+"""The driver's notebook: measures phases, counts tokens, and hands each step's numbers to every writer."""
+
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from torch import Tensor
+
+from rlhf.batch import Rollout
+from rlhf.config import TrackingConfig
+from rlhf.tracking.progress import ProgressDisplay, SampledCompletion
+from rlhf.tracking.writers import JsonLines, ScalarWriter, TensorBoard, WeightsAndBiases, finite
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+OUTSIDE_STEPS = frozenset({"start", "evaluate", "checkpoint"})  # phases that are no part of a step's own time
+
+
+class Tracker:
+    """Records one run under ``run_dir``: metrics.jsonl, eval.jsonl, completions.jsonl, TensorBoard and W&B.
+
+    The files open at the first record, cut back to the step that the run goes on from: so a run that dies while it
+    starts leaves the last one's records alone. Raises ConfigError where W&B is asked for and cannot be had.
+    """
+
+    def __init__(
+        self,
+        config: TrackingConfig,
+        run_dir: str | Path,
+        *,
+        num_steps: int,
+        tokenizer: "PreTrainedTokenizerBase",
+        console: Console | None = None,
+    ) -> None:
+        self.run_dir = Path(run_dir)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.num_tokens = 0  # prompt and completion tokens of all steps
+        self.phases: dict[str, float] = {}  # wall seconds of each phase, over the whole run
+        self._config, self._tokenizer = config, tokenizer
+        self._step = -1  # of the last record that stays; -1: none does
+        self._since_step: dict[str, float] = {}  # wall seconds of each phase since the last step's record
+        self._phase: str | None = None
+        self._started_s = time.perf_counter()
+        self._warned: set[str] = set()
+        self._files: dict[str, JsonLines] = {}
+        self._writers: list[ScalarWriter] = []
+        if config.wandb_project is not None:
+            self._writers.append(WeightsAndBiases(config.wandb_project, self.run_dir))
+        self._display = ProgressDisplay(console or Console(), num_steps=num_steps, enabled=config.progress)
+
+    @property
+    def wall_s(self) -> float:
+        """Wall seconds of the run, those before the checkpoint it went on from included."""
+        return time.perf_counter() - self._started_s
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the wall seconds of its body to phase ``name``. Phases do not nest."""
+        assert self._phase is None, f"phase {name} began inside phase {self._phase}"
+        self._phase = name
+        self._display.phase(name)
+        started_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            elapsed_s = time.perf_counter() - started_s
+            for seconds in (self.phases, self._since_step):
+                seconds[name] = seconds.get(name, 0.0) + elapsed_s
+            self._phase = None
+            self._display.phase(None)
+
+    def log_step(self, step: int, metrics: Mapping[str, float], *, num_tokens: int) -> None:
+        """Records training step ``step``, which trained on ``num_tokens`` prompt and completion tokens.
+
+        ``time/<phase>_s`` are seconds since the last step's record, so an evaluation or a checkpoint appears with the
+        step after it; ``tokens_per_s`` leaves those out, and is absent where no phase was measured.
+        """
+        assert step > self._step, f"step {step} was recorded before"
+        self.num_tokens += num_tokens
+        step_s = sum(seconds for name, seconds in self._since_step.items() if name not in OUTSIDE_STEPS)
+        values = {
+            **{f"time/{name}_s": seconds for name, seconds in self._since_step.items()},
+            **({"tokens_per_s": num_tokens / step_s} if step_s > 0 else {}),
+            "num_tokens": self.num_tokens,
+            **metrics,
+        }
+        self._display.step(step, self._record("metrics", step, values))
+        self._step = step
+        self._since_step = {}
+
+    def log_eval(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Records an evaluation after step ``step``, every metric under ``eval/``."""
+        values = {f"eval/{name}": value for name, value in metrics.items()}
+        self._display.evaluation(step, self._record("eval", step, values))
+
+    def log_completions(self, step: int, rollouts: Sequence[Rollout], rewards: Tensor, advantages: Tensor) -> None:
+        """Records and shows ``tracking.completions_rows`` of S completions, spread over the batch.
+
+        rewards, advantages float [S]: one of each per completion.
+        """
+        num_rows = min(self._config.completions_rows, len(rollouts))
+        picked = [row * len(rollouts) // num_rows for row in range(num_rows)]
+        texts = self._tokenizer.batch_decode([rollouts[i].token_ids for i in picked], skip_special_tokens=True)
+        rows = [
+            SampledCompletion(
+                prompt=rollouts[i].prompt.text,
+                completion=text,
+                **finite({"reward": rewards[i].item(), "advantage": advantages[i].item()}),
+            )
+            for i, text in zip(picked, texts, strict=True)
+        ]
+        for row in rows:
+            self._file("completions").append({"step": step, **asdict(row)})
+        self._display.completions(step, rows)
+
+    def note(self, message: str) -> None:
+        """Tells the user one line, progress display or not."""
+        self._display.note(message)
+
+    def close(self) -> None:
+        """Closes every file and writer and gives the terminal back; more than once does no harm."""
+        with ExitStack() as stack:  # each of them, even if one fails
+            for resource in (*self._files.values(), *self._writers, self._display):
+                stack.callback(resource.close)
+        self._files, self._writers = {}, []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Clocks and counters, as JSON."""
+        return {"step": self._step, "num_tokens": self.num_tokens, "wall_s": self.wall_s, "phases": dict(self.phases)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from ``state_dict``: what this process has measured so far (its start) comes on top."""
+        assert not self._files, "the files are already open; load before the first record"
+        self._step, self.num_tokens = state["step"], state["num_tokens"]
+        self._started_s -= state["wall_s"]
+        so_far, self.phases = self.phases, dict(state["phases"])
+        for name, seconds in so_far.items():
+            self.phases[name] = self.phases.get(name, 0.0) + seconds
+        self._display.resumed(self._step)
+
+    def _record(self, file: str, step: int, values: Mapping[str, float]) -> dict[str, float | None]:
+        """Gives the values to the file and every writer; returns them with None for what is not finite."""
+        recorded = finite(values)
+        for name in (name for name, value in recorded.items() if value is None and name not in self._warned):
+            self._warned.add(name)
+            warnings.warn(f"{name} is {values[name]} at step {step}; it is null in {file}.jsonl", stacklevel=3)
+        self._file(file).append({"step": step, "wall_s": self.wall_s, **recorded})
+        for writer in self._writers:
+            writer.write(step, values)
+        return recorded
+
+    def _file(self, name: str) -> JsonLines:
+        if not self._files:
+            self._open()
+        return self._files[name]
+
+    def _open(self) -> None:
+        for name in ("metrics", "eval", "completions"):
+            path = self.run_dir / f"{name}.jsonl"
+            self._files[name] = JsonLines(path, keep_to_step=self._step)
+            if dropped := self._files[name].num_dropped:
+                self.note(f"{path.name}: dropped {dropped} line(s) of steps that this run does again")
+        if self._config.tensorboard:
+            self._writers.append(TensorBoard(self.run_dir / "tensorboard", keep_to_step=self._step))

@@ -1,0 +1,40 @@
+"""What all tests share: a quiet environment, and one tiny model per session."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+QUIET_AND_OFFLINE = {  # read when torch, transformers and vLLM are imported, which nothing above does
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TQDM_DISABLE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+for key, value in QUIET_AND_OFFLINE.items():
+    os.environ.setdefault(key, value)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A two-layer random Llama with tokenizer and chat template. Read it; never write into it."""
+    from jobs.prepare import prepare_tiny  # here, so that tests of pure arithmetic start without torch
+
+    return prepare_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer(tiny_model_dir: Path) -> "PreTrainedTokenizerBase":
+    """The tiny model's tokenizer: byte-level BPE, 512 tokens."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_model_dir)

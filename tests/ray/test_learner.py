@@ -1,0 +1,135 @@
+"""The update is the same whatever the micro-batch budget and the number of ranks, and survives a save and load."""
+
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file
+
+from actors.group import ActorGroup, Deadline
+from actors.learner import LearnerActor
+from actors.roles import LearnerGroup
+from rlhf.batch import TrainBatch
+from rlhf.config import Config
+
+pytestmark = pytest.mark.ray
+
+DEADLINE = Deadline(120, "timeouts.start_s")
+CPU_ENV = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def start_learner(config: Config) -> tuple[ActorGroup, LearnerGroup]:
+    count = config.learner.num_ranks
+    remote = ray.remote(LearnerActor).options(num_cpus=1, runtime_env={"env_vars": CPU_ENV})
+    handles = [remote.remote(config, rank, count) for rank in range(count)]
+    group = ActorGroup.locate("learner", handles, DEADLINE).result()
+    port = ray.get(handles[0].free_port.remote(), timeout=60)
+    group.call("start", group.members[0].node, port, deadline=DEADLINE, doing="starting").result()
+    return group, LearnerGroup(group, config.timeouts)
+
+
+def ragged_batch(seed: int = 0, num_sequences: int = 12) -> TrainBatch:
+    generator = torch.Generator().manual_seed(seed)
+    prompt_lengths = torch.randint(3, 20, (num_sequences,), generator=generator)
+    completion_lengths = torch.randint(1, 30, (num_sequences,), generator=generator)
+    num_tokens = int(completion_lengths.sum())
+    return TrainBatch(
+        tokens=torch.randint(3, 500, (int((prompt_lengths + completion_lengths).sum()),), generator=generator),
+        prompt_lengths=prompt_lengths,
+        completion_lengths=completion_lengths,
+        truncated=torch.zeros(num_sequences, dtype=torch.bool),
+        versions=torch.zeros(num_tokens, dtype=torch.int32),
+        advantages=torch.randn(num_tokens, generator=generator),
+        ref_logprobs=-4 + 0.1 * torch.randn(num_tokens, generator=generator),
+    )
+
+
+def weights_of(learner: LearnerGroup, directory: Path) -> dict[str, torch.Tensor]:
+    learner.save_model(str(directory))
+    return load_file(directory / "model.safetensors")
+
+
+def updated(config: Config, directory: Path, steps: int = 2) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    group, learner = start_learner(config)
+    for step in range(steps):
+        metrics = learner.update(ragged_batch(step)).result()
+    weights = weights_of(learner, directory)
+    group.kill()
+    return weights, metrics
+
+
+# eps this large keeps Adam from magnifying the rounding of near-zero gradients into whole steps
+EXACT = ("learner.optimizer.eps=1e-3", "learner.optimizer.learning_rate=1e-2", "algorithm.beta=0.05")
+
+
+@pytest.fixture(scope="module")
+def one_rank_one_batch(ray_session, tiny_config, tmp_path_factory):
+    config = tiny_config("learner.num_ranks=1", "learner.micro_batch_tokens=4096", *EXACT)
+    return updated(config, tmp_path_factory.mktemp("base"))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("learner.num_ranks=1", "learner.micro_batch_tokens=96"),
+        ("learner.num_ranks=2", "learner.micro_batch_tokens=128"),
+        ("learner.num_ranks=2", "learner.micro_batch_tokens=4096", "learner.zero_stage=2"),
+        ("learner.num_ranks=1", "learner.micro_batch_tokens=512", "learner.zero_stage=0", "learner.gradient_checkpointing=true"),
+    ],
+    ids=["small budget", "two ranks", "two ranks zero-2", "no zero"],
+)
+def test_update_depends_neither_on_budget_nor_ranks(
+    one_rank_one_batch, tiny_config, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    expected, expected_metrics = one_rank_one_batch
+    actual, metrics = updated(tiny_config(*overrides, *EXACT), tmp_path)
+    assert actual.keys() == expected.keys()
+    assert metrics["grad_norm"] == pytest.approx(expected_metrics["grad_norm"], rel=1e-4)
+    assert metrics["kl"] == pytest.approx(expected_metrics["kl"], rel=1e-4)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, rtol=0, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_minibatches_use_the_log_probabilities_from_before_the_update(ray_session, tiny_config, tmp_path: Path) -> None:
+    config = tiny_config("learner.num_ranks=1", "algorithm.num_minibatches=4", "algorithm.prompts_per_step=8", *EXACT)
+    group, learner = start_learner(config)
+    batch = ragged_batch(num_sequences=8)
+    metrics = learner.update(batch).result()
+    assert metrics["approx_kl"] > 0, "later mini-batches are off-policy and must be measured against the old policy"
+    group.kill()
+
+
+def test_save_and_load_go_on_bit_for_bit(ray_session, tiny_config, tmp_path: Path) -> None:
+    config = tiny_config("learner.num_ranks=2", "learner.optimizer.schedule=linear", "learner.optimizer.warmup_steps=3")
+    group, learner = start_learner(config)
+    learner.update(ragged_batch(0)).result()
+    learner.save(str(tmp_path / "checkpoint"))
+    straight = learner.update(ragged_batch(1)).result()
+    expected = weights_of(learner, tmp_path / "straight")
+    group.kill()
+
+    group, learner = start_learner(config)
+    learner.load(str(tmp_path / "checkpoint"))
+    resumed = learner.update(ragged_batch(1)).result()
+    actual = weights_of(learner, tmp_path / "resumed")
+    group.kill()
+    assert resumed == straight
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def test_saved_model_loads_with_transformers(one_rank_one_batch, tmp_path: Path, ray_session, tiny_config) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config("learner.num_ranks=2")
+    group, learner = start_learner(config)
+    batch = ragged_batch(3, num_sequences=1)
+    expected = learner.score(batch).result()
+    learner.save_model(str(tmp_path / "model"))
+    group.kill()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        logits = model(batch.tokens[None]).logits[0].log_softmax(-1)
+    start = int(batch.prompt_lengths[0])
+    actual = logits[start - 1 : -1].gather(-1, batch.tokens[start:, None])[:, 0]
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)

@@ -1,0 +1,59 @@
+"""The packed layout: packing, selecting, padding and merging move tokens without mixing them."""
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf.batch import Prompt, Rollout, merge_scores, pack, pad, unpad
+
+
+def rollout(prompt_id: int, prompt: list[int], completion: list[int], finish_reason: str = "stop") -> Rollout:
+    return Rollout(
+        prompt=Prompt(id=prompt_id, token_ids=prompt, text=""),
+        sample_index=0,
+        token_ids=completion,
+        versions=np.full(len(completion), 4, dtype=np.int32),
+        finish_reason=finish_reason,
+        logprobs=-np.asarray(completion, dtype=np.float32),
+    )
+
+
+@pytest.fixture
+def batch():
+    return pack([rollout(0, [1, 2], [3, 4, 5]), rollout(1, [6], [7], "length"), rollout(2, [8, 9, 10], [11, 12])])
+
+
+def test_pack(batch) -> None:
+    assert batch.tokens.tolist() == list(range(1, 13))
+    assert batch.prompt_lengths.tolist() == [2, 1, 3]
+    assert batch.completion_lengths.tolist() == [3, 1, 2]
+    assert batch.truncated.tolist() == [False, True, False]
+    assert batch.rollout_logprobs.tolist() == [-3, -4, -5, -7, -11, -12]
+    assert batch.versions.tolist() == [4] * 6
+
+
+def test_select_reorders_every_field_alike(batch) -> None:
+    batch = batch.with_(rewards=torch.tensor([0.0, 1.0, 2.0]), advantages=torch.arange(6.0))
+    picked = batch.select([2, 0])
+    assert picked.tokens.tolist() == [8, 9, 10, 11, 12, 1, 2, 3, 4, 5]
+    assert picked.completion_lengths.tolist() == [2, 3]
+    assert picked.rewards.tolist() == [2.0, 0.0]
+    assert picked.advantages.tolist() == [4, 5, 0, 1, 2]
+    assert picked.values is None
+
+
+def test_pad_and_unpad_are_inverse(batch) -> None:
+    flat = torch.arange(6.0)
+    padded = pad(flat, batch.completion_lengths)
+    assert padded.tolist() == [[0, 1, 2], [3, 0, 0], [4, 5, 0]]
+    assert unpad(padded, batch.completion_lengths).tolist() == flat.tolist()
+
+
+def test_merge_scores_puts_parts_back_in_order(batch) -> None:
+    parts = [([2], torch.tensor([4.0, 5.0])), ([1, 0], torch.tensor([3.0, 0.0, 1.0, 2.0])), ([], torch.empty(0))]
+    assert merge_scores(batch, parts).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_merge_scores_refuses_a_missing_sequence(batch) -> None:
+    with pytest.raises(AssertionError, match="every sequence exactly once"):
+        merge_scores(batch, [([0, 1], torch.zeros(4))])

@@ -1,0 +1,52 @@
+"""A checkpoint is whole or absent; old ones go only after their successor is there."""
+
+from pathlib import Path
+
+import pytest
+
+from rlhf.checkpoint import CheckpointStore, read_state
+from rlhf.errors import CheckpointError
+
+
+def write(store: CheckpointStore, step: int) -> None:
+    with store.writing(step, {"step": step}) as directory:
+        (directory / "learner").write_text(str(step))
+
+
+def test_newest_whole_one_is_found_and_old_ones_go(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    assert store.find("auto") is None
+    for step in (5, 10, 15):
+        write(store, step)
+    assert store.steps() == [10, 15]
+    found = store.find("auto")
+    assert found is not None
+    assert read_state(found) == {"step": 15}
+
+
+def test_an_interrupted_write_is_never_taken_for_a_checkpoint(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    write(store, 5)
+    with pytest.raises(KeyboardInterrupt), store.writing(10, {"step": 10}) as directory:
+        (directory / "learner").write_text("half")
+        raise KeyboardInterrupt
+    assert store.steps() == [5], "and the older one is still there"
+    write(store, 10)
+    assert store.steps() == [10]
+
+
+def test_the_same_step_can_be_written_again(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    write(store, 5)
+    write(store, 5)
+    assert store.steps() == [5]
+
+
+def test_resume_modes(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=3)
+    write(store, 5)
+    write(store, 6)
+    assert store.find("none") is None
+    assert store.find(str(store.path(5))) == store.path(5)
+    with pytest.raises(CheckpointError, match=r"checkpoint\.resume=.*not a whole checkpoint"):
+        store.find(str(tmp_path / "elsewhere"))

@@ -1,0 +1,245 @@
+"""Configuration: the shipped recipes load, layers win in order, and every mistake is one line that names its key."""
+
+import dataclasses
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from rlhf.config import Config, load_config, to_yaml, validate_model
+from rlhf.errors import ConfigError
+
+RECIPES = sorted((Path(__file__).parents[2] / "conf").glob("*.yaml"))
+GOOD = """
+model: {path: some/model}
+data: {train: "task:arithmetic"}
+reward: {functions: [{path: exact_match}]}
+"""
+
+
+def write(directory: Path, text: str, name: str = "run.yaml") -> Path:
+    file = directory / name
+    file.write_text(text)
+    return file
+
+
+def error_of(file: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(pickle.loads(pickle.dumps(caught.value))) == message  # Ray carries it between processes
+    return message
+
+
+# The recipes.
+
+
+@pytest.mark.parametrize("recipe", [file for file in RECIPES if file.name != "base.yaml"], ids=lambda file: file.stem)
+def test_shipped_recipe_loads(recipe: Path) -> None:
+    config = load_config(recipe)
+    assert config.name != Config.name, "a recipe names its run, or two recipes share a run directory"
+    assert config.run_dir == f"runs/{config.name}"
+
+
+def test_base_recipe_changes_no_default_silently(tmp_path: Path) -> None:
+    """base.yaml states what the recipes share; a default it differs from would surprise who reads config.py."""
+    base = next(file for file in RECIPES if file.name == "base.yaml")
+    assert load_config(write(tmp_path, f"extends: {base}\n{GOOD}")) == load_config(write(tmp_path, GOOD))
+
+
+# What wins.
+
+
+def test_defaults_hold_where_nothing_is_said(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, GOOD))
+    assert config.algorithm.group_size == 8
+    assert config.run_dir == "runs/run"
+    assert not config.uses_reference
+    assert not config.uses_critic
+
+
+def test_recipe_beats_what_it_extends_and_overrides_beat_both(tmp_path: Path) -> None:
+    write(tmp_path, GOOD + "seed: 1\nnum_steps: 1\nrollout: {num_workers: 1, top_p: 0.9}", "grandparent.yaml")
+    (tmp_path / "sub").mkdir()
+    write(tmp_path / "sub", "extends: ../grandparent.yaml\nseed: 2\nnum_steps: 2", "parent.yaml")
+    recipe = write(tmp_path, "extends: sub/parent.yaml\nseed: 3\nrollout: {num_workers: 3}")
+    config = load_config(recipe)
+    assert (config.num_steps, config.seed) == (2, 3)
+    assert (config.rollout.num_workers, config.rollout.top_p) == (3, 0.9)  # sections merge key by key
+    config = load_config(recipe, ["seed=4", "rollout.num_workers=4", "seed=5", "name=other"])
+    assert (config.seed, config.rollout.num_workers, config.run_dir) == (5, 4, "runs/other")
+
+
+def test_lists_are_replaced_not_joined(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, GOOD), ["reward.functions=[{path: my.module.f, weight: 2}]"])
+    assert [(f.path, f.weight) for f in config.reward.functions] == [("my.module.f", 2.0)]
+
+
+def test_overrides_parse_as_yaml(tmp_path: Path) -> None:
+    overrides = ["rollout.stop=['\\n\\n', END]", "algorithm.delta=null", "tracking.progress=false", "seed=7"]
+    config = load_config(write(tmp_path, GOOD), overrides)
+    assert (config.algorithm.delta, config.tracking.progress, config.seed) == (None, False, 7)
+    assert config.rollout.stop[1] == "END"
+
+
+def test_critic_has_defaults_of_its_own(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, GOOD), ["algorithm.name=ppo", "critic.num_ranks=2"])
+    assert config.uses_critic
+    assert (config.learner.optimizer.learning_rate, config.critic.optimizer.learning_rate) == (1e-6, 5e-6)
+    assert (config.learner.num_ranks, config.critic.num_ranks) == (1, 2)
+
+
+def test_yaml_round_trip(tmp_path: Path) -> None:
+    overrides = [
+        "seed=3",
+        "algorithm.name=ppo",
+        "algorithm.delta=4.0",
+        "learner.optimizer.betas=[0.8, 0.99]",
+        "reward.model={path: judge, weight: 0.5}",
+        "rollout.engine_args={max_model_len: 900}",
+    ]
+    config = load_config(write(tmp_path, GOOD), overrides)
+    assert load_config(write(tmp_path, to_yaml(config), "again.yaml")) == config
+
+
+def test_config_is_frozen(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, GOOD))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 1  # type: ignore[misc]
+
+
+# What cannot be. Each case: overrides, then what the message must hold (the key first).
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["rollout.num_worker=2"], ["rollout.num_worker", "Did you mean", "'num_workers'"]),
+        (["rolout.num_workers=2"], ["rolout", "Did you mean", "'rollout'"]),
+        (["rollout.num_workers=two"], ["rollout.num_workers", "'two'", "Integer"]),
+        (["rollout.num_workers=1.5"], ["rollout.num_workers", "1.5", "Integer"]),
+        (["rollout.num_workers=null"], ["rollout.num_workers", "None", "int"]),
+        (["rollout.num_workers=0"], ["rollout.num_workers=0", "at least 1"]),
+        (["rollout.temperature=warm"], ["rollout.temperature", "'warm'", "Float"]),
+        (["rollout.temperature=0"], ["rollout.temperature=0", "positive"]),
+        (["rollout.top_p=1.2"], ["rollout.top_p=1.2", "(0, 1]"]),
+        (["rollout.gpu_memory_fraction=1"], ["rollout.gpu_memory_fraction=1", "between 0 and 1"]),
+        (["rollout.stop=END"], ["rollout.stop", "list"]),
+        (["tracking.progress=maybe"], ["tracking.progress", "'maybe'", "bool"]),
+        (["algorithm.name=dpo"], ["algorithm.name", "'dpo'", "grpo", "rloo", "ppo"]),
+        (["placement.mode=both"], ["placement.mode", "'both'", "separate", "colocate"]),
+        (["algorithm.group_size=1"], ["algorithm.group_size=1", "at least 2", "algorithm.name=ppo"]),
+        (["algorithm.loss_type=rloo"], ["algorithm.loss_type=rloo", "algorithm.name=rloo"]),
+        (["algorithm.num_minibatches=3"], ["algorithm.num_minibatches=3", "prompts_per_step", "64"]),
+        (["algorithm.top_entropy_quantile=0"], ["algorithm.top_entropy_quantile=0", "(0, 1]"]),
+        (["algorithm.kl_target=0.1"], ["algorithm.kl_target", "algorithm.name=ppo", "algorithm.beta > 0"]),
+        (
+            ["algorithm.name=ppo", "algorithm.dynamic_sampling_max_tries=2"],
+            ["algorithm.dynamic_sampling_max_tries", "set it to 0", "ppo"],
+        ),
+        (["learner.zero_stage=4"], ["learner.zero_stage=4", "0, 1, 2 or 3"]),
+        (
+            ["learner.offload_optimizer=true", "learner.zero_stage=0"],
+            ["learner.offload_optimizer", "learner.zero_stage 1, 2 or 3"],
+        ),
+        (["learner.optimizer.learning_rate=0"], ["learning_rate=0", "positive"]),
+        (["learner.optimizer.betas=0.9"], ["learner.optimizer.betas", "list"]),
+        (["learner.micro_batch_tokens=1023"], ["learner.micro_batch_tokens=1023", "1024", "data.max_prompt_tokens"]),
+        (["reference.micro_batch_tokens=10"], ["reference.micro_batch_tokens=10", "1024"]),
+        (["reward.functions=[]"], ["reward.functions", "reward.model.path", "exact_match"]),
+        (["reward.functions=exact_match"], ["reward.functions", "list"]),
+        (["reward.functions=[{weight: 2}]"], ["reward.functions[0].path", "no value given"]),
+        (["reward.functions=[{paht: f}]"], ["paht", "Did you mean", "'path'"]),
+        (["timeouts.publish_s=0"], ["timeouts.publish_s=0", "positive"]),
+        (["checkpoint.keep=0"], ["checkpoint.keep=0", "at least 1"]),
+        (["num_steps=0"], ["num_steps=0", "at least 1"]),
+        (["run_dir=runs/${nmae}"], ["run_dir", "'nmae' not found"]),
+        (
+            ["placement.mode=colocate", "learner.num_ranks=2", "rollout.tensor_parallel_size=4"],
+            ["placement.mode=colocate", "rollout.tensor_parallel_size=4", "2 ranks", "placement.mode=separate"],
+        ),
+        (
+            ["placement.mode=colocate", "learner.num_ranks=2", "rollout.num_workers=3"],
+            ["placement.mode=colocate", "rollout.num_workers=3", "raise learner.num_ranks"],
+        ),
+        (["rollout.num_workers"], ["'rollout.num_workers' is not key=value", "for example"]),
+    ],
+    ids=lambda value: ",".join(value) if "=" in value[0] else "",
+)
+def test_bad_value_is_one_line_naming_key_and_remedy(tmp_path: Path, overrides: list[str], parts: list[str]) -> None:
+    message = error_of(write(tmp_path, GOOD), *overrides)
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize("key", ["model.path", "data.train"])
+def test_missing_mandatory_key_is_named(tmp_path: Path, key: str) -> None:
+    sections = {"model.path": "model", "data.train": "data"}
+    text = "\n".join(line for line in GOOD.splitlines() if not line.startswith(sections[key]))
+    assert error_of(write(tmp_path, text)) == f"{key}: no value given, and there is no default"
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("model: {path: x\n", ["not valid YAML", "line 1"]),
+        ("model:\n\tpath: x\n", ["not valid YAML", "line 2"]),
+        ("seed: 1\nseed: 2\n", ["not valid YAML", "duplicate key seed"]),
+        ("- model\n- data\n", ["keys and values"]),
+    ],
+    ids=["unclosed", "tab", "duplicate", "list"],
+)
+def test_bad_file_is_named(tmp_path: Path, text: str, parts: list[str]) -> None:
+    file = write(tmp_path, text)
+    message = error_of(file)
+    for part in [str(file), *parts]:
+        assert part in message
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    assert error_of(tmp_path / "none.yaml") == f"{tmp_path / 'none.yaml'}: no such config file"
+    extending = write(tmp_path, "extends: none.yaml\n" + GOOD)
+    assert error_of(extending) == f"{tmp_path / 'none.yaml'}: no such config file"
+
+
+def test_extends_cycle_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "extends: b.yaml\n", "a.yaml")
+    write(tmp_path, "extends: a.yaml\n", "b.yaml")
+    message = error_of(write(tmp_path, "extends: a.yaml\n" + GOOD))
+    for part in ("extends itself", "run.yaml", "a.yaml", "b.yaml"):
+        assert part in message
+
+
+# What needs the model's shape.
+
+
+def with_model(directory: Path, shape: dict[str, int], *overrides: str) -> Config:
+    model = directory / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(shape))
+    return load_config(write(directory, GOOD), [f"model.path={model}", *overrides])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_tiny_model_takes_tensor_parallelism(tmp_path: Path, tiny_model_dir: Path, size: int) -> None:
+    overrides = [f"model.path={tiny_model_dir}", f"rollout.tensor_parallel_size={size}"]
+    validate_model(load_config(write(tmp_path, GOOD), overrides))
+
+
+def test_tensor_parallelism_must_divide_the_heads(tmp_path: Path) -> None:
+    shape = {"num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+    config = with_model(tmp_path, shape, "rollout.tensor_parallel_size=3")
+    with pytest.raises(ConfigError, match=r"rollout\.tensor_parallel_size=3 .*num_attention_heads=14; use 1, 2"):
+        validate_model(config)
+
+
+def test_sequences_must_fit_the_context(tmp_path: Path) -> None:
+    config = with_model(tmp_path, {"num_attention_heads": 4, "max_position_embeddings": 1000})
+    with pytest.raises(ConfigError, match=r"data\.max_prompt_tokens.* = 1024 exceeds .*max_position_embeddings=1000"):
+        validate_model(config)
+
+
+def test_model_that_is_not_on_disk_is_left_to_the_hub(tmp_path: Path) -> None:
+    validate_model(load_config(write(tmp_path, GOOD)))

@@ -1,0 +1,109 @@
+"""A packed forward is exactly one sequence at a time: log-probabilities, entropy, and every gradient."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlhf.batch import TrainBatch
+from rlhf.errors import ConfigError
+from rlhf.models import PolicyModel, load_policy, load_scalar, packed_inputs
+
+TEMPERATURE = 0.7
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def batch() -> TrainBatch:
+    generator = torch.Generator().manual_seed(0)
+    prompts, completions = torch.tensor([5, 1, 9, 2]), torch.tensor([7, 2, 11, 1])
+    return TrainBatch(
+        tokens=torch.randint(3, 500, (int((prompts + completions).sum()),), generator=generator),
+        prompt_lengths=prompts,
+        completion_lengths=completions,
+        truncated=torch.zeros(4, dtype=torch.bool),
+        versions=torch.zeros(21, dtype=torch.int32),
+    )
+
+
+def one_at_a_time(model: torch.nn.Module, batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropy of the completion tokens from whole logits, a sequence per forward."""
+    logprobs, entropies, start = [], [], 0
+    for prompt, completion in zip(batch.prompt_lengths.tolist(), batch.completion_lengths.tolist(), strict=True):
+        ids = batch.tokens[start : start + prompt + completion]
+        start += prompt + completion
+        log_p = (model(ids[None]).logits[0] / TEMPERATURE).log_softmax(-1)[prompt - 1 : -1]
+        logprobs.append(log_p.gather(-1, ids[prompt:, None])[:, 0])
+        entropies.append(-(log_p.exp() * log_p).sum(-1))
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [4, 1024])
+def test_packed_equals_one_sequence_at_a_time(
+    tiny_model_dir: Path, batch: TrainBatch, chunk_tokens: int, checkpointing: bool
+) -> None:
+    policy = load_policy(
+        str(tiny_model_dir), dtype=torch.float32, temperature=TEMPERATURE, chunk_tokens=chunk_tokens
+    ).train()
+    if checkpointing:
+        policy.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir).train()
+    logprobs, entropy = policy(packed_inputs(batch, CPU))
+    expected, expected_entropy = one_at_a_time(plain, batch)
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropy, expected_entropy, rtol=0, atol=1e-5)
+
+    generator = torch.Generator().manual_seed(1)
+    a, b = torch.randn(21, generator=generator), torch.randn(21, generator=generator)
+    (logprobs @ a + entropy @ b).backward()
+    (expected @ a + expected_entropy @ b).backward()
+    gradients = {name: p.grad for name, p in policy.lm.named_parameters()}
+    for name, parameter in plain.named_parameters():
+        assert parameter.grad is not None
+        scale = parameter.grad.abs().max().item()
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-5 * scale, msg=name)
+
+
+def test_chunked_logprobs_gradient_is_the_numerical_one() -> None:
+    from rlhf.models import _ChunkedLogprobs
+
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(5, 4, dtype=torch.float64, generator=generator, requires_grad=True)
+    weight = torch.randn(7, 4, dtype=torch.float64, generator=generator, requires_grad=True)
+    targets = torch.tensor([0, 6, 3, 3, 1])
+
+    def total(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        logprobs, entropy = _ChunkedLogprobs.apply(h, w, targets, 1.3, 2)
+        return (logprobs * torch.arange(1.0, 6) + 0.5 * entropy).sum()
+
+    # log-probabilities are float32 by contract: finite differences see that rounding
+    assert torch.autograd.gradcheck(total, (hidden, weight), eps=1e-2, atol=2e-3)
+
+
+def test_sequences_do_not_see_each_other(tiny_model_dir: Path, batch: TrainBatch) -> None:
+    policy = load_policy(str(tiny_model_dir), dtype=torch.float32, temperature=1.0, chunk_tokens=8).eval()
+    with torch.no_grad():
+        together, _ = policy(packed_inputs(batch, CPU))
+        order = [2, 0, 3, 1]
+        shuffled, _ = policy(packed_inputs(batch.select(order), CPU))
+    pieces = together.split(batch.completion_lengths.tolist())
+    torch.testing.assert_close(shuffled, torch.cat([pieces[i] for i in order]), rtol=0, atol=1e-5)
+
+
+def test_scalar_model_reads_the_state_before_each_token(tiny_model_dir: Path, batch: TrainBatch) -> None:
+    critic = load_scalar(str(tiny_model_dir), dtype=torch.float32).eval()
+    with torch.no_grad():
+        values = critic(packed_inputs(batch, CPU))
+        single = batch.select([2])
+        alone = critic(packed_inputs(single, CPU))
+    assert values.shape == (21,)
+    torch.testing.assert_close(values[9:20], alone, rtol=0, atol=1e-5)
+
+
+def test_an_lm_head_we_cannot_chunk_is_refused(tiny_model_dir: Path) -> None:
+    lm = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    lm.config.final_logit_softcapping = 30.0
+    with pytest.raises(ConfigError, match="final_logit_softcapping"):
+        PolicyModel(lm, temperature=1.0, chunk_tokens=8)

