@@ -4,7 +4,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import ray
 
@@ -17,7 +17,7 @@ from actors.reward import RewardActor
 from actors.roles import LearnerGroup, RewardGroup, ScorerGroup
 from actors.rollout import RolloutActor, WorkerSpec, worker_env
 from actors.weight_sync import IpcTransport, NcclTransport, ObjectStoreTransport, Transport
-from rlhf.config import Config
+from rlhf.config import Config, RewardTrainingConfig
 from rlhf.driver import Roles
 from rlhf.rewards import load_reward_functions
 from rlhf.topology import Device, Slot, Topology, plan_topology
@@ -35,7 +35,7 @@ QUIET = {
 
 
 @contextlib.contextmanager
-def connect(config: Config) -> Iterator[None]:
+def connect(config: Config | RewardTrainingConfig) -> Iterator[None]:
     """Joins the cluster at ``ray.address`` or $RAY_ADDRESS, or starts a local one that ends with the run."""
     address = config.ray.address or os.environ.get("RAY_ADDRESS")
     if ray.is_initialized():
@@ -65,17 +65,21 @@ def has_local_gpu() -> bool:
     return Path("/proc/driver/nvidia/gpus").is_dir() or Path("/dev/nvidia0").exists()
 
 
-def resolve_device(config: Config) -> Device:
+def resolve_device(config: Config | RewardTrainingConfig) -> Device:
     """placement.device, or what the cluster has."""
     if config.placement.device != "auto":
         return config.placement.device
     return "gpu" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
 
 
-class Cluster:
-    """All actors of one run. Use as a context manager: leaving it kills them and gives their bundles back."""
+class ActorCluster:
+    """All actors of one run. Use as a context manager: leaving it kills them and gives their bundles back.
 
-    def __init__(self, config: Config) -> None:
+    Subclasses say which actors there are.
+    """
+
+    def __init__(self, config: Any) -> None:
+        """``config``: Config or RewardTrainingConfig."""
         self._config = config
         self.device = resolve_device(config)
         self.topology: Topology = plan_topology(config, self.device)
@@ -83,7 +87,7 @@ class Cluster:
         self._groups: dict[str, ActorGroup] = {}
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> "Cluster":
+    def __enter__(self) -> Self:
         timeout_s = self._config.placement.timeout_s
         try:
             self._placement = self._stack.enter_context(Placement(self.topology, timeout_s=timeout_s))
@@ -96,6 +100,10 @@ class Cluster:
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
+
+    def _start_all(self) -> None:
+        """Fills ``_groups`` with started actors."""
+        raise NotImplementedError
 
     def _kill_all(self) -> None:
         for group in self._groups.values():
@@ -120,8 +128,22 @@ class Cluster:
         """Environment of an actor: quiet libraries, its share of CPU threads, and on CPU no device at all."""
         path = os.pathsep.join([str(PROJECT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = QUIET | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(max(1, int(slot.num_cpus)))}
-        if self.device == "cpu":
-            env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        return env | ({"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {})
+
+    def _start(self, role: str) -> Call[Any]:
+        group = self._groups[role]
+        args: tuple[Any, ...] = ()
+        if role in ("learner", "critic"):
+            root = group.members[0]
+            args = (root.node, ray.get(root.handle.free_port.remote(), timeout=self._deadline.seconds))
+        return group.call("start", *args, deadline=self._deadline, doing="starting")
+
+
+class Cluster(ActorCluster):
+    """The actors of reinforcement learning: policy and critic, the models that score, rewards, and the rollout pool."""
+
+    def _env(self, role: str, slot: Slot) -> dict[str, str]:
+        env = super()._env(role, slot)
         if role == "rollout":
             env |= worker_env(self.device)
             if slot.spans and self.device == "gpu":
@@ -140,7 +162,9 @@ class Cluster:
         }
         if self._spans_gpus:  # those workers use the GPUs that Ray gave to learner ranks: these must be known
             self._groups["learner"] = located.pop("learner").result()
-        located["rollout"] = self._create("rollout", RolloutActor, lambda i, n: (self._worker_spec(),), max_concurrency=8)
+        located["rollout"] = self._create(
+            "rollout", RolloutActor, lambda i, n: (self._worker_spec(),), max_concurrency=8
+        )
         self._groups |= {role: call.result() for role, call in located.items()}
         if self._shares_gpus:
             # vLLM sizes its KV cache from the memory it finds free: it goes first, and sleeps before others load.
@@ -177,14 +201,6 @@ class Cluster:
             dtype=config.model.dtype,
         )
 
-    def _start(self, role: str) -> Call[Any]:
-        group = self._groups[role]
-        args: tuple[Any, ...] = ()
-        if role in ("learner", "critic"):
-            root = group.members[0]
-            args = (root.node, ray.get(root.handle.free_port.remote(), timeout=self._deadline.seconds))
-        return group.call("start", *args, deadline=self._deadline, doing="starting")
-
     def roles(self) -> Roles:
         """What the driver loop talks to."""
         timeouts = self._config.timeouts
@@ -197,7 +213,9 @@ class Cluster:
                 timeouts,
                 asleep=self._shares_gpus,
             ),
-            reward=RewardGroup(groups.get("reward"), groups.get("reward_model"), reward_weights(self._config), timeouts),
+            reward=RewardGroup(
+                groups.get("reward"), groups.get("reward_model"), reward_weights(self._config), timeouts
+            ),
             reference=ScorerGroup(groups["reference"], timeouts) if "reference" in groups else None,
             critic=LearnerGroup(groups["critic"], timeouts) if "critic" in groups else None,
         )

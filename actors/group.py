@@ -70,7 +70,7 @@ def fetch(ref: Any, member: Member, doing: str, timeout_s: float = 60.0) -> Any:
         if isinstance(cause, RlhfError):
             raise cause from None
         summary = " ".join(str(cause).split())[:500]
-        trace = RayTaskError.__str__(error)  # with the traceback of the process it happened in
+        trace = str(error)  # the traceback of the process it happened in
         raise ActorError(f"{member}: {doing} raised {type(cause).__name__}: {summary}\n{trace}") from None
     except RayActorError as error:
         reason = " ".join(str(error).split())[:500]

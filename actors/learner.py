@@ -8,16 +8,17 @@ import torch
 from actors.group import RankActor
 from actors.weight_sync import Layout, WeightSender
 from rlhf.batch import TrainBatch
-from rlhf.config import Config, LearnerConfig
+from rlhf.config import LearnerConfig
 from rlhf.engine import Engine, init_distributed, local_rank_device, resolve_dtype
-from rlhf.learner import BatchLearner, Part, PolicyLearner, ValueLearner
+from rlhf.learner import PackedLearner, Part, PolicyLearner, ValueLearner
 from rlhf.models import PackedModel, load_policy, load_scalar
 
 
 class EngineActor(RankActor):
     """One rank of a model that learns. ``start`` joins the ranks; until then it only knows its number."""
 
-    def __init__(self, config: Config, rank: int, num_ranks: int) -> None:
+    def __init__(self, config: Any, rank: int, num_ranks: int) -> None:
+        """``config``: Config, or another that has ``seed``, ``model`` and ``timeouts``."""
         self._config, self._rank, self._num_ranks = config, rank, num_ranks
         self._learner: Any = None
 
@@ -40,9 +41,13 @@ class EngineActor(RankActor):
             settings,
             dtype=dtype,
             device=device,
-            total_steps=self._config.num_steps * self._config.algorithm.steps_per_update,
+            total_steps=self._total_steps(),
         )
         self._learner = self._wrap(engine)
+
+    def _total_steps(self) -> int:
+        """Optimiser steps of the whole run, for the learning-rate schedule."""
+        return self._config.num_steps * self._config.algorithm.steps_per_update
 
     def _settings(self) -> LearnerConfig:
         raise NotImplementedError
@@ -50,7 +55,7 @@ class EngineActor(RankActor):
     def _load(self, dtype: torch.dtype) -> PackedModel:
         raise NotImplementedError
 
-    def _wrap(self, engine: Engine) -> BatchLearner:
+    def _wrap(self, engine: Engine) -> PackedLearner:
         raise NotImplementedError
 
     def score(self, batch: TrainBatch) -> Part:
@@ -126,6 +131,7 @@ class CriticActor(EngineActor):
         return load_scalar(
             self._config.critic.path or self._config.model.path,
             dtype=dtype,
+            zero_fresh_head=True,
             trust_remote_code=self._config.model.trust_remote_code,
         )
 

@@ -30,7 +30,7 @@ class Placement:
     """The placement groups of one run; a context manager that gives them back."""
 
     def __init__(self, topology: Topology, *, timeout_s: float) -> None:
-        """Asks for every group. Raises PlacementError, with what was asked and what the cluster has, at the deadline."""
+        """Asks for every group. Raises PlacementError at the deadline: what was asked, and what the cluster has."""
         self.topology = topology
         self._groups: dict[str, PlacementGroup] = {}
         deadline = time.monotonic() + timeout_s

@@ -22,6 +22,9 @@ class RolloutPool:
         """``asleep``: the workers share their GPUs, and sleep now as they will whenever the learner works."""
         self._workers, self._transport, self._timeouts = workers, transport, timeouts
         self._can_sleep = self._asleep = asleep
+        # One long-polling call per worker, always in flight once generating has begun: a completion that is handed to a
+        # call nobody waits for would be lost.
+        self._collecting: dict[ray.ObjectRef, Member] = {}
 
     def generate(self, prompts: Sequence[Prompt], *, group_size: int, greedy: bool = False) -> Iterator[list[Rollout]]:
         """Yields each prompt's group as its last completion finishes. Raises DeadlineError at timeouts.generate_s."""
@@ -49,23 +52,24 @@ class RolloutPool:
         self._workers.call_each("submit", [(share,) for share in shares], deadline=deadline, doing="queueing").result()
 
     def _stream(self, count: int, deadline: Deadline) -> Iterator[Rollout]:
-        """Completions as they finish, ``count`` in all, from one long-polling call per worker."""
+        """Completions as they finish, ``count`` in all."""
         ends = time.monotonic() + deadline.seconds
-        collecting = {self._collect(member): member for member in self._workers.members}
+        if not self._collecting:
+            self._collecting = {self._collect(member): member for member in self._workers.members}
         while count:
             left = ends - time.monotonic()
-            ready, _ = ray.wait(list(collecting), num_returns=1, timeout=max(0.0, left))
+            ready, _ = ray.wait(list(self._collecting), num_returns=1, timeout=max(0.0, left))
             if not ready or left <= 0:
                 raise DeadlineError(
-                    f"rollout pool: {count} completion(s) unfinished after {deadline.seconds:g} s; raise {deadline.key}, "
-                    "or lower rollout.max_completion_tokens or algorithm.prompts_per_step"
+                    f"rollout pool: {count} completion(s) unfinished after {deadline.seconds:g} s; raise "
+                    f"{deadline.key}, or lower rollout.max_completion_tokens or algorithm.prompts_per_step"
                 )
-            member = collecting.pop(ready[0])
-            for rollout in fetch(ready[0], member, "generating"):
+            member = self._collecting.pop(ready[0])
+            finished = fetch(ready[0], member, "generating")
+            self._collecting[self._collect(member)] = member
+            for rollout in finished:
                 count -= 1
                 yield rollout
-            if count:
-                collecting[self._collect(member)] = member
 
     def _collect(self, member: Member) -> ray.ObjectRef:
         return member.handle.collect.remote(COLLECT_WAIT_S)

@@ -19,7 +19,8 @@ class RewardActor(RankActor):
     def start(self) -> None:
         self._decoder = AutoTokenizer.from_pretrained(self._config.model.path)
         self._functions = RewardFunctions(
-            load_reward_functions(self._config.reward.functions), timeout_s=self._config.reward.function_timeout_s)
+            load_reward_functions(self._config.reward.functions), timeout_s=self._config.reward.function_timeout_s
+        )
 
     def score(self, rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
         texts = decode(self._decoder, rollouts)

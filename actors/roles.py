@@ -1,6 +1,7 @@
 """The driver's roles, played by groups of Ray actors."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -97,7 +98,7 @@ class JointCall:
 
 
 def split_groups(rollouts: Sequence[Rollout], num_shares: int) -> list[list[Rollout]]:
-    """Contiguous shares that never part a group: a reward function may compare its members. Empty shares are left out."""
+    """Contiguous shares that never part a group (a reward function may compare its members); empty ones left out."""
     groups: list[list[Rollout]] = []
     for rollout in rollouts:
         if groups and groups[-1][0].prompt.id == rollout.prompt.id:
@@ -105,7 +106,7 @@ def split_groups(rollouts: Sequence[Rollout], num_shares: int) -> list[list[Roll
         else:
             groups.append([rollout])
     bounds = [round(i * len(groups) / num_shares) for i in range(num_shares + 1)]
-    shares = [[r for group in groups[a:b] for r in group] for a, b in zip(bounds, bounds[1:], strict=False)]
+    shares = [[r for group in groups[a:b] for r in group] for a, b in pairwise(bounds)]
     return [share for share in shares if share]
 
 

@@ -1,6 +1,6 @@
 """Publishing the learner's weights to the rollout pool: three transports, one protocol.
 
-begin (workers stop serving) -> transfer -> finish (workers report checksums) -> compare -> commit (workers serve again).
+begin (workers stop serving) -> transfer -> finish (they report checksums) -> compare -> commit (they serve again).
 A version is committed only when every worker reports the learner's own checksums.
 
 * CPU: buckets through Ray's object store (shared memory on one node, the network between nodes).
@@ -162,4 +162,3 @@ def publish(version: int, transport: Transport, workers: ActorGroup, deadline: D
                     f"{len(sent)} ({len(sums)} received); it was not committed"
                 )
     workers.call("commit", version, deadline=deadline, doing="committing weights").result()
-

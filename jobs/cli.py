@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rlhf.config import Config, load_config, validate_model
+from rlhf.config import Config, RewardTrainingConfig, load_config, validate_model
 from rlhf.errors import ConfigError, DataError, RlhfError
 
 USER_ERROR = 2  # exit code of what the user can fix in the command, the config or the data
@@ -40,6 +40,16 @@ def train(config: ConfigOption, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def train_reward(config: ConfigOption, overrides: Overrides = None) -> None:
+    """Train a reward model from preference pairs, e.g. conf/reward_tiny.yaml."""
+    settings = load_config(config, overrides or [], RewardTrainingConfig)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from jobs.train_reward import train_reward as run
+
+    run(settings)
+
+
+@app.command()
 def plan(
     config: ConfigOption,
     overrides: Overrides = None,
@@ -49,6 +59,30 @@ def plan(
     settings = load_config(config, overrides or [])
     validate_model(settings)
     show_plan(settings, device)
+
+
+@app.command()
+def submit(
+    config: ConfigOption,
+    address: Annotated[
+        str,
+        typer.Option(envvar="RAY_API_SERVER_ADDRESS", help="The head node's dashboard, http://HEAD:8265."),
+    ],
+    overrides: Overrides = None,
+    working_dir: Annotated[
+        Path | None,
+        typer.Option(help="Code to upload, e.g. with your own rewards.  [default: this checkout]", show_default=False),
+    ] = None,
+    installed: Annotated[bool, typer.Option("--installed", help="Upload no code: the nodes have rlhf.")] = False,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Do not follow the log; exit 0 once submitted.")] = False,
+) -> None:
+    """Train on a running Ray cluster, as a Ray job. Paths must lie on a file system that its nodes share."""
+    settings = load_config(config, overrides or [])
+    validate_model(settings)
+    from jobs.submit import submit as send
+
+    code = send(settings, address=address, working_dir=working_dir, installed=installed, wait=not no_wait)
+    raise typer.Exit(code)
 
 
 def show_plan(settings: Config, device: str) -> None:
@@ -106,7 +140,7 @@ def random(out: OutArgument, size: Annotated[str, typer.Option(help="0.5b, 1.5b 
 def main() -> None:
     """Runs the command; our own errors become one line on stderr and an exit code."""
     try:
-        app(standalone_mode=False)
+        sys.exit(app(standalone_mode=False))  # typer returns a command's exit code instead of raising it
     except (ConfigError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from actors.cluster import Cluster, connect
 from rlhf.algorithms import make_algorithm
 from rlhf.checkpoint import CheckpointStore
-from rlhf.config import Config, to_yaml, validate_model
+from rlhf.config import Config, ModelConfig, to_yaml, validate_model
 from rlhf.data import PromptSet, PromptStream, load_prompts
 from rlhf.driver import Driver
 from rlhf.errors import ConfigError
@@ -28,7 +28,7 @@ def train(config: Config) -> dict[str, Any]:
     Everything that can be wrong with the model's shape, the data or the reward functions is found before Ray starts.
     """
     validate_model(config)
-    tokenizer = load_tokenizer(config)
+    tokenizer = load_tokenizer(config.model)
     prompts = load_prompts(config.data.train, config.data, tokenizer, split="train", seed=config.seed)
     eval_prompts = load_eval_prompts(config, tokenizer)
     check_rewards(config, prompts)
@@ -59,13 +59,13 @@ def train(config: Config) -> dict[str, Any]:
     return summarise(driver, tracker, run_dir, final_model, device)
 
 
-def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """The policy's tokenizer. Raises ConfigError naming model.path."""
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer. Raises ConfigError naming model.path."""
     try:
-        return AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model.path={config.model.path}: no tokenizer loads from there ({str(error).splitlines()[0]}); give a "
+            f"model.path={model.path}: no tokenizer loads from there ({str(error).splitlines()[0]}); give a "
             "Hugging Face directory, or a hub id that this machine can reach"
         ) from error
 
@@ -119,9 +119,7 @@ def save_final(config: Config, driver: Driver, tokenizer: PreTrainedTokenizerBas
     return final
 
 
-def summarise(
-    driver: Driver, tracker: Tracker, run_dir: Path, final_model: Path | None, device: str
-) -> dict[str, Any]:
+def summarise(driver: Driver, tracker: Tracker, run_dir: Path, final_model: Path | None, device: str) -> dict[str, Any]:
     """Writes summary.json and prints it as a table; says how to go on after a stop."""
     finished = driver.step >= driver.config.num_steps
     evaluations = dict(sorted(driver.evaluations.items()))

@@ -69,6 +69,7 @@ class TrainBatch:
     rollout_logprobs: Tensor | None = None  # float32 [N], by the sampler
     loss_weights: Tensor | None = None  # float32 [N]: each token's share in its optimiser step's loss, 0 where masked
     entropy_mask: Tensor | None = None  # bool [N]: tokens uncertain enough to be trained on; None: all
+    margins: Tensor | None = None  # float32 [S]: of preference pairs (reward models only), alike for both of a pair
 
     def with_(self, **tensors: Tensor | None) -> "TrainBatch":
         """A copy with some tensors filled in."""
@@ -106,7 +107,7 @@ class TrainBatch:
         return TrainBatch(**picked)  # type: ignore[arg-type]
 
 
-PER_SEQUENCE = frozenset({"prompt_lengths", "completion_lengths", "truncated", "rewards"})
+PER_SEQUENCE = frozenset({"prompt_lengths", "completion_lengths", "truncated", "rewards", "margins"})
 
 
 def _token_picker(lengths: Tensor, index: Tensor) -> Tensor:
@@ -127,14 +128,15 @@ def pack(rollouts: Sequence[Rollout]) -> TrainBatch:
     """Packs finished rollouts, in the order given (groups must be contiguous for grouped algorithms)."""
     assert rollouts, "an empty batch cannot be trained on"
     assert all(r.token_ids for r in rollouts), "a completion holds at least one token"
-    with_logprobs = rollouts[0].logprobs is not None
+    logprobs = [r.logprobs for r in rollouts if r.logprobs is not None]
+    assert len(logprobs) in (0, len(rollouts)), "either all rollouts of a batch carry log-probabilities, or none"
     return TrainBatch(
         tokens=torch.tensor([t for r in rollouts for t in (*r.prompt.token_ids, *r.token_ids)], dtype=torch.long),
         prompt_lengths=torch.tensor([len(r.prompt.token_ids) for r in rollouts], dtype=torch.long),
         completion_lengths=torch.tensor([len(r.token_ids) for r in rollouts], dtype=torch.long),
         truncated=torch.tensor([r.truncated for r in rollouts]),
         versions=torch.from_numpy(np.concatenate([r.versions for r in rollouts])),
-        rollout_logprobs=torch.from_numpy(np.concatenate([r.logprobs for r in rollouts])) if with_logprobs else None,
+        rollout_logprobs=torch.from_numpy(np.concatenate(logprobs)) if logprobs else None,
     )
 
 

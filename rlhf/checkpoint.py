@@ -60,7 +60,8 @@ class CheckpointStore:
         path = Path(resume).resolve()
         if not (path / _STATE).is_file():
             raise CheckpointError(
-                f"checkpoint.resume={resume}: not a whole checkpoint (no {_STATE}); use auto, none, or a step-... directory"
+                f"checkpoint.resume={resume}: not a whole checkpoint (no {_STATE}); use auto, none, or a "
+                "step-... directory"
             )
         return path
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Optional
+from typing import Any, ClassVar, Literal, TypeVar
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -17,6 +17,8 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from rlhf.errors import ConfigError
 
 GROUPED_ALGORITHMS = ("grpo", "rloo")
+
+S = TypeVar("S")
 
 
 def _require(condition: bool, message: str) -> None:
@@ -26,7 +28,8 @@ def _require(condition: bool, message: str) -> None:
 
 def _at_least(section: str, minimum: float, **values: float) -> None:
     for key, value in values.items():
-        _require(value >= minimum, f"{section}.{key}={value} must be at least {minimum}")
+        name = f"{section}.{key}" if section else key
+        _require(value >= minimum, f"{name}={value} must be at least {minimum}")
 
 
 @dataclass(frozen=True)
@@ -43,11 +46,11 @@ class DataConfig:
     """Prompts. A source is ``task:NAME``, a ``.jsonl`` or ``.parquet`` file, or a directory saved by ``datasets``."""
 
     train: str = MISSING
-    eval: Optional[str] = None  # None: no evaluation
+    eval: str | None = None  # None: no evaluation
     eval_size: int = 128  # at most so many held-out prompts
     task_args: dict[str, Any] = field(default_factory=dict)  # for task:NAME, both splits
     prompt_column: str = "prompt"
-    system_prompt: Optional[str] = None  # prepended to chat prompts that have no system message
+    system_prompt: str | None = None  # prepended to chat prompts that have no system message
     max_prompt_tokens: int = 512
     overlong_prompts: Literal["drop", "truncate"] = "drop"  # truncate keeps the last tokens
     shuffle: bool = True
@@ -70,8 +73,8 @@ class AlgorithmConfig:
     importance_sampling_level: Literal["token", "sequence"] = "token"
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2
-    delta: Optional[float] = None  # two-sided clip: upper bound of the ratio where the advantage is negative
-    dual_clip: Optional[float] = None
+    delta: float | None = None  # two-sided clip: upper bound of the ratio where the advantage is negative
+    dual_clip: float | None = None
     beta: float = 0.0  # weight of the KL to the reference; 0: no reference model is created
     kl_bias_correction: bool = True
     entropy_coef: float = 0.0
@@ -80,16 +83,16 @@ class AlgorithmConfig:
     rollout_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
     rollout_correction_cap: float = 2.0
     dynamic_sampling_max_tries: int = 0  # DAPO: refill zero-variance groups, at most so many extra rounds; 0: off
-    reward_clip: Optional[float] = None  # clip rewards to [-c, c]
+    reward_clip: float | None = None  # clip rewards to [-c, c]
     # PPO only
     gamma: float = 1.0
     lam: float = 0.95
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # per-token KL in the reward
-    kl_target: Optional[float] = None  # adaptive KL controller; None: beta is fixed
+    kl_target: float | None = None  # adaptive KL controller; None: beta is fixed
     kl_horizon: int = 10_000
     whiten_advantages: bool = True
     value_clip: float = 0.2
-    missing_eos_penalty: Optional[float] = None
+    missing_eos_penalty: float | None = None
 
     def __post_init__(self) -> None:
         _at_least(
@@ -115,6 +118,15 @@ class AlgorithmConfig:
             f"algorithm.num_minibatches={self.num_minibatches} does not divide prompts_per_step x group_size = "
             f"{self.num_sequences}",
         )
+        _require(
+            self.loss_type != "cispo" or self.epsilon_high > 1,
+            f"algorithm.epsilon_high={self.epsilon_high} bounds the ratio itself with loss_type=cispo; use 5, say",
+        )
+        _require(0 <= self.gamma <= 1, f"algorithm.gamma={self.gamma} must lie in [0, 1]")
+        _require(0 <= self.lam <= 1, f"algorithm.lam={self.lam} must lie in [0, 1]")
+        for key in ("rollout_correction_cap", "reward_clip", "delta", "dual_clip", "kl_target"):
+            value = getattr(self, key)
+            _require(value is None or value > 0, f"algorithm.{key}={value} must be positive")
         _require(
             0 < self.top_entropy_quantile <= 1,
             f"algorithm.top_entropy_quantile={self.top_entropy_quantile} must lie in (0, 1]; 1 trains on every token",
@@ -157,9 +169,13 @@ class OptimizerConfig:
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        _require(self.learning_rate > 0, f"learning_rate={self.learning_rate} must be positive")
+        _require(self.learning_rate > 0, f"optimizer.learning_rate={self.learning_rate} must be positive")
+        _require(all(0 <= b < 1 for b in self.betas), f"optimizer.betas={self.betas} must lie in [0, 1)")
         _at_least("optimizer", 0, weight_decay=self.weight_decay, warmup_steps=self.warmup_steps)
-        _require(self.max_grad_norm > 0, f"max_grad_norm={self.max_grad_norm} must be positive; use a large number")
+        _require(
+            self.max_grad_norm > 0,
+            f"optimizer.max_grad_norm={self.max_grad_norm} must be positive; use a large number for no clipping",
+        )
 
 
 @dataclass(frozen=True)
@@ -175,9 +191,11 @@ class LearnerConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     cpus_per_rank: int = 1
 
+    SECTION: ClassVar[str] = "learner"  # what errors call it
+
     def __post_init__(self) -> None:
         _at_least(
-            "learner",
+            self.SECTION,
             1,
             num_ranks=self.num_ranks,
             micro_batch_tokens=self.micro_batch_tokens,
@@ -185,11 +203,12 @@ class LearnerConfig:
             cpus_per_rank=self.cpus_per_rank,
         )
         _require(
-            self.zero_stage in (0, 1, 2, 3), f"learner.zero_stage={self.zero_stage} does not exist; use 0, 1, 2 or 3"
+            self.zero_stage in (0, 1, 2, 3),
+            f"{self.SECTION}.zero_stage={self.zero_stage} does not exist; use 0, 1, 2 or 3",
         )
         _require(
             not self.offload_optimizer or self.zero_stage > 0,
-            "learner.offload_optimizer needs learner.zero_stage 1, 2 or 3",
+            f"{self.SECTION}.offload_optimizer needs {self.SECTION}.zero_stage 1, 2 or 3",
         )
 
 
@@ -197,7 +216,9 @@ class LearnerConfig:
 class CriticConfig(LearnerConfig):
     """PPO's value model: a learner with a scalar head."""
 
-    path: Optional[str] = None  # backbone; None: model.path. A sequence-classification directory brings its head
+    SECTION: ClassVar[str] = "critic"
+
+    path: str | None = None  # backbone; None: model.path. A sequence-classification directory brings its head
     warmup_steps: int = 0  # training steps in which only the critic learns
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=5e-6))
 
@@ -207,7 +228,7 @@ class ReferenceConfig:
     """The frozen policy for the KL; only created when algorithm.beta > 0."""
 
     num_ranks: int = 1
-    path: Optional[str] = None  # None: model.path
+    path: str | None = None  # None: model.path
     micro_batch_tokens: int = 16384
     cpus_per_rank: int = 1
 
@@ -242,11 +263,12 @@ class RewardConfig:
 
     num_workers: int = 1
     functions: list[RewardFunctionConfig] = field(default_factory=list)
-    model: Optional[RewardModelConfig] = None
+    model: RewardModelConfig | None = None
     function_timeout_s: float = 60.0  # for one call on one worker's share of the batch
 
     def __post_init__(self) -> None:
         _at_least("reward", 1, num_workers=self.num_workers)
+        _require(self.function_timeout_s > 0, f"reward.function_timeout_s={self.function_timeout_s} must be positive")
 
 
 @dataclass(frozen=True)
@@ -284,6 +306,10 @@ class RolloutConfig:
             weight_bucket_mib=self.weight_bucket_mib,
             cpu_kv_cache_mib=self.cpu_kv_cache_mib,
         )
+        _require(self.cpus_per_worker >= 1, f"rollout.cpus_per_worker={self.cpus_per_worker} must be at least 1")
+        _require(
+            self.top_k == -1 or self.top_k > 0, f"rollout.top_k={self.top_k} must be positive, or -1 for all tokens"
+        )
         _require(self.temperature > 0, f"rollout.temperature={self.temperature} must be positive: RL needs to explore")
         _require(0 < self.top_p <= 1, f"rollout.top_p={self.top_p} must lie in (0, 1]")
         _require(
@@ -303,6 +329,9 @@ class PlacementConfig:
     mode: Literal["separate", "colocate"] = "separate"
     device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: gpu where the cluster has any
     timeout_s: float = 120.0  # for the cluster to grant the bundles
+
+    def __post_init__(self) -> None:
+        _require(self.timeout_s > 0, f"placement.timeout_s={self.timeout_s} must be positive")
 
 
 @dataclass(frozen=True)
@@ -340,7 +369,7 @@ class TrackingConfig:
     """What is recorded of a run, beside metrics.jsonl and summary.json, which always are."""
 
     tensorboard: bool = True
-    wandb_project: Optional[str] = None
+    wandb_project: str | None = None
     completions_every_steps: int = 5  # 0: never
     completions_rows: int = 4
     progress: bool = True
@@ -350,7 +379,7 @@ class TrackingConfig:
 class RayConfig:
     """Which cluster. address None: $RAY_ADDRESS, else a local one started for this run."""
 
-    address: Optional[str] = None
+    address: str | None = None
     object_store_mib: int = 1024  # local cluster only
 
 
@@ -378,8 +407,8 @@ class Config:
     ray: RayConfig = field(default_factory=RayConfig)
 
     def __post_init__(self) -> None:
-        _at_least("config", 1, num_steps=self.num_steps)
-        _at_least("config", 0, eval_every_steps=self.eval_every_steps)
+        _at_least("", 1, num_steps=self.num_steps)
+        _at_least("", 0, eval_every_steps=self.eval_every_steps)
         _require(
             bool(self.reward.functions) or self.reward.model is not None,
             "reward: nothing gives a reward; set reward.functions (e.g. [{path: exact_match}]) or reward.model.path",
@@ -393,8 +422,10 @@ class Config:
             )
         _require(
             self.placement.mode == "separate"
-            or self.num_shared_bundles % self.rollout.tensor_parallel_size == 0
-            and self.rollout.num_workers * self.rollout.tensor_parallel_size <= self.num_shared_bundles,
+            or (
+                self.num_shared_bundles % self.rollout.tensor_parallel_size == 0
+                and self.rollout.num_workers * self.rollout.tensor_parallel_size <= self.num_shared_bundles
+            ),
             f"placement.mode=colocate puts rollout workers on the learner's {self.learner.num_ranks} ranks, but "
             f"rollout.num_workers={self.rollout.num_workers} x rollout.tensor_parallel_size="
             f"{self.rollout.tensor_parallel_size} does not fit them; lower one, raise learner.num_ranks, or use "
@@ -427,6 +458,58 @@ class Config:
         return self.rollout.logprobs or self.algorithm.rollout_correction != "none"
 
 
+@dataclass(frozen=True)
+class PreferenceDataConfig:
+    """Preference pairs. A source is ``task:NAME`` or a ``.jsonl`` file with prompt, chosen, rejected and, optionally,
+    margin: by how much the chosen answer's score should at least exceed the other's."""
+
+    train: str = MISSING
+    eval: str | None = None  # None: no evaluation
+    eval_size: int = 256  # at most so many held-out pairs
+    task_args: dict[str, Any] = field(default_factory=dict)  # for task:NAME, both splits
+    max_tokens: int = 1024  # per text, prompt included; the end is kept, as reward.model.max_tokens does
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least("data", 1, max_tokens=self.max_tokens, eval_size=self.eval_size)
+
+
+@dataclass(frozen=True)
+class RewardTrainingConfig:
+    """A run of ``rlhf train-reward``: a scalar reward model from preference pairs."""
+
+    name: str = "reward"
+    run_dir: str = "runs/${name}"
+    seed: int = 0
+    num_epochs: int = 1
+    batch_pairs: int = 64  # per optimiser step
+    eval_every_steps: int = 0  # 0: before the first and after the last step only
+    center_coef: float = 0.0  # weight of (chosen + rejected)^2, which keeps scores around zero; 0.01 is usual
+    model: ModelConfig = field(default_factory=ModelConfig)  # a causal LM, or a classifier to go on from
+    data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
+    learner: LearnerConfig = field(
+        default_factory=lambda: LearnerConfig(optimizer=OptimizerConfig(learning_rate=1e-5, betas=(0.9, 0.999)))
+    )
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
+
+    def __post_init__(self) -> None:
+        _at_least("config", 1, num_epochs=self.num_epochs, batch_pairs=self.batch_pairs)
+        _at_least("config", 0, eval_every_steps=self.eval_every_steps, center_coef=self.center_coef)
+        _require(
+            self.learner.micro_batch_tokens >= self.max_pair_tokens,
+            f"learner.micro_batch_tokens={self.learner.micro_batch_tokens} cannot hold one pair of 2 x "
+            f"(data.max_tokens + 1) = {self.max_pair_tokens} tokens; raise it to that, or lower data.max_tokens",
+        )
+
+    @property
+    def max_pair_tokens(self) -> int:
+        """Longest pair: two texts, and the one token appended to each to read the score at its end."""
+        return 2 * (self.data.max_tokens + 1)
+
+
 def _read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
     """Reads a recipe and what it extends, the extended file first."""
     if path in seen:
@@ -447,20 +530,26 @@ def _read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
     return merged
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Merges defaults, the recipe at ``path`` and ``key=value`` overrides into a validated ``Config``.
+def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[S] = Config) -> S:  # type: ignore[assignment]
+    """Merges defaults, the recipe at ``path`` and ``key=value`` overrides into a validated ``schema``.
 
     Raises ConfigError with one line naming the key or file, what is wrong and what would work.
     """
     recipe = _read_yaml(Path(path).resolve())
-    for override in overrides:
-        if "=" not in override:
-            raise ConfigError(f"{override!r} is not key=value; for example rollout.num_workers=2")
-    return _build(recipe, OmegaConf.from_dotlist(list(overrides)))
+    return _build(schema, recipe, *(_read_override(override) for override in overrides))
 
 
-def _build(*layers: DictConfig) -> Config:
-    base = OmegaConf.structured(Config)
+def _read_override(override: str) -> DictConfig:
+    if "=" not in override:
+        raise ConfigError(f"{override!r} is not key=value; for example rollout.num_workers=2")
+    try:
+        return OmegaConf.from_dotlist([override])
+    except Exception as error:  # as in _read_yaml
+        raise ConfigError(f"{override!r}: the value is not valid YAML; close its brackets, or quote it") from error
+
+
+def _build(schema: type[S], *layers: DictConfig) -> S:
+    base = OmegaConf.structured(schema)
     try:
         config = OmegaConf.to_object(OmegaConf.merge(base, *layers))
     except ConfigError:
@@ -469,7 +558,7 @@ def _build(*layers: DictConfig) -> Config:
         raise ConfigError(f"{_key_of(error)}: no value given, and there is no default") from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{_key_of(error)}: {str(error).splitlines()[0]}") from error
-    assert isinstance(config, Config)
+    assert isinstance(config, schema)
     return config
 
 
@@ -477,15 +566,21 @@ def _key_of(error: OmegaConfBaseException) -> str:
     return str(error.full_key or error.key or "config")
 
 
-def to_yaml(config: Config) -> str:
+def to_yaml(config: Config | RewardTrainingConfig) -> str:
     """The whole configuration, defaults included, as YAML that ``load_config`` reads back."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def model_shape(path: str) -> dict[str, Any] | None:
-    """The ``config.json`` of a local model directory, or None for a hub id that is not on disk."""
+    """The ``config.json`` of a local model directory, or None for a hub id that is not on disk. Raises ConfigError."""
     file = Path(path) / "config.json"
-    return json.loads(file.read_text()) if file.is_file() else None
+    if not file.is_file():
+        return None
+    try:
+        shape = json.loads(file.read_text())
+        return shape.get("text_config", shape)
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"model.path={path}: its config.json is not a JSON object ({error})") from error
 
 
 def validate_model(config: Config) -> None:
@@ -493,11 +588,15 @@ def validate_model(config: Config) -> None:
     shape = model_shape(config.model.path)
     if shape is None:
         return
-    heads, tp = shape["num_attention_heads"], config.rollout.tensor_parallel_size
-    divisors = ", ".join(str(d) for d in range(1, heads + 1) if heads % d == 0)
-    _require(
-        heads % tp == 0, f"rollout.tensor_parallel_size={tp} does not divide num_attention_heads={heads}; use {divisors}"
-    )
+    heads, tp = shape.get("num_attention_heads"), config.rollout.tensor_parallel_size
+    if heads is not None:
+        kv_heads = shape.get("num_key_value_heads") or heads
+        fits = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        _require(
+            tp in fits,
+            f"rollout.tensor_parallel_size={tp} does not fit num_attention_heads={heads} "
+            f"and num_key_value_heads={kv_heads}; use {', '.join(map(str, fits))}",
+        )
     limit = shape.get("max_position_embeddings")
     _require(
         limit is None or config.max_sequence_tokens <= limit,

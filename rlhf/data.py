@@ -101,7 +101,7 @@ def load_prompts(
     chats: list[Chat] | None = None
     texts: list[str] = values
     if is_chat:
-        chats = [_with_system_prompt(_plain_messages(chat), config.system_prompt) for chat in values]
+        chats = [_with_system_prompt(plain_messages(chat), config.system_prompt) for chat in values]
         texts = _render(chats, tokenizer, where)
     elif config.system_prompt is not None:
         raise ConfigError(
@@ -136,6 +136,11 @@ def _read(source: str, config: DataConfig, split: Split, seed: int, where: str) 
 
 
 def _read_jsonl(path: Path, where: str) -> Table:
+    return _columnar([row for _, row in read_json_lines(path, where)])
+
+
+def read_json_lines(path: Path, where: str) -> list[tuple[int, dict[str, Any]]]:
+    """(line number from 1, object) of every line that is not blank. Raises DataError, which names ``where``."""
     rows = []
     try:
         with path.open("rb") as file:
@@ -148,10 +153,10 @@ def _read_jsonl(path: Path, where: str) -> Table:
                     raise DataError(f"{where}: line {number} is not valid JSON: {_one_line(error)}") from error
                 if not isinstance(row, dict):
                     raise DataError(f"{where}: line {number} is a {type(row).__name__}; every line must be an object")
-                rows.append(row)
+                rows.append((number, row))
     except OSError as error:
         raise DataError(f"{where}: cannot be read: {_one_line(error)}") from error
-    return _columnar(rows)
+    return rows
 
 
 def _columnar(rows: list[dict[str, Any]]) -> Table:
@@ -209,13 +214,14 @@ def _check_prompts(prompts: list[Any], where: str) -> bool:
     """Whether the prompts are chats. Raises DataError naming the first row that is no usable prompt."""
     is_chat = isinstance(prompts[0], list)
     for row, prompt in enumerate(prompts, start=1):
-        problem = _problem(prompt, is_chat)
+        problem = prompt_problem(prompt, is_chat=is_chat)
         if problem is not None:
             raise DataError(f"{where}: row {row}: {problem}")
     return is_chat
 
 
-def _problem(prompt: Any, is_chat: bool) -> str | None:
+def prompt_problem(prompt: Any, *, is_chat: bool) -> str | None:
+    """What is wrong with a prompt, None for nothing."""
     if prompt is not None and not isinstance(prompt, (str, list)):
         return f"the prompt is a {type(prompt).__name__}; it must be a string or a list of {{role, content}} messages"
     if prompt is None or not (prompt.strip() if isinstance(prompt, str) else prompt):
@@ -236,7 +242,7 @@ def _chat_problem(chat: list[Any]) -> str | None:
     return None
 
 
-def _plain_messages(chat: Chat) -> Chat:
+def plain_messages(chat: Chat) -> Chat:
     """Without keys that are None: Arrow fills in every key that any message of the data has."""
     return [{key: value for key, value in message.items() if value is not None} for message in chat]
 

@@ -74,7 +74,7 @@ class Driver:
         return sample_groups(self.prompts, self.roles.rollouts, self.roles.reward, self.config.algorithm)
 
     def score(self, rollouts: list[Rollout], rewards: Pending[Scores]) -> tuple[TrainBatch, Scores]:
-        """Reference and current log-probabilities and values, all submitted at once beside the rewards, then awaited."""
+        """Log-probabilities and values, all submitted at once while the rewards are on their way, then awaited."""
         roles, batch = self.roles, pack(rollouts)
         roles.rollouts.sleep()
         ref_logprobs = roles.reference.score(batch) if roles.reference else None
@@ -116,7 +116,7 @@ class Driver:
         assert batch.rewards is not None and batch.advantages is not None
         metrics |= rollout_metrics(rollouts, scores, batch.rewards, group_size=self.config.algorithm.group_size)
         metrics["staleness/max"] = self.step - 1 - int(batch.versions.min())
-        self.tracker.log_step(self.step, metrics, num_tokens=len(batch.tokens))
+        self.tracker.log_step(self.step, metrics, num_tokens=len(batch.tokens), num_episodes=len(rollouts))
         if self.is_due(self.config.tracking.completions_every_steps):
             self.tracker.log_completions(self.step, rollouts, batch.rewards, first_of_each(batch))
 

@@ -71,7 +71,9 @@ def deepspeed_config(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any
     }
 
 
-def make_optimizer(parameters: list[nn.Parameter], config: LearnerConfig, device: torch.device) -> torch.optim.Optimizer:
+def make_optimizer(
+    parameters: list[nn.Parameter], config: LearnerConfig, device: torch.device
+) -> torch.optim.Optimizer:
     """AdamW (Loshchilov & Hutter 2019): torch's, fused on GPU; DeepSpeed's CPU one where the state is offloaded."""
     settings = config.optimizer
     kwargs: dict[str, Any] = {
@@ -111,7 +113,7 @@ class Engine:
     ) -> None:
         """``load_model`` runs under ZeRO-3's partitioning context, so no rank ever holds the whole model."""
         import deepspeed
-        from transformers.integrations import HfDeepSpeedConfig
+        from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
         self.config, self.device = config, device
         ds_config = deepspeed_config(config, dtype)
@@ -122,7 +124,7 @@ class Engine:
         if config.gradient_checkpointing:
             model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], config, device)
-        schedule = torch.optim.lr_scheduler.LambdaLR(
+        schedule: Any = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: lr_factor(step, config.optimizer, total_steps)
         )
         self.engine, *_ = deepspeed.initialize(
@@ -131,7 +133,9 @@ class Engine:
 
     @property
     def model(self) -> PackedModel:
-        return self.engine.module
+        module = self.engine.module
+        assert isinstance(module, PackedModel)
+        return module
 
     @property
     def rank(self) -> int:
@@ -210,6 +214,7 @@ class Engine:
                 f"{self.config.zero_stage} ({type(error).__name__}: {' '.join(str(error).split())[:200]}); "
                 "resume with the learner.num_ranks and zero_stage that wrote it"
             ) from error
+        assert client_state is not None
         torch.set_rng_state(client_state["rng"])
 
     def save_model(self, directory: str) -> None:

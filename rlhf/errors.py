@@ -24,6 +24,10 @@ class PlacementError(RlhfError, RuntimeError):
     """The cluster cannot hold what the configuration asks for."""
 
 
+class ClusterError(RlhfError, ConnectionError):
+    """A Ray cluster's job server cannot be reached, refuses a job, or was lost while a job ran."""
+
+
 class ActorError(RlhfError, RuntimeError):
     """An actor died or raised; the message names role, rank, node and what it was doing."""
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlhf.batch import Rollout, TrainBatch
 from rlhf.errors import ConfigError
@@ -16,7 +16,9 @@ from rlhf.packing import plan_micro_batches
 class FrozenScorer:
     """Runs a model over this rank's share of packed batches, without gradients."""
 
-    def __init__(self, model: PackedModel, *, rank: int, num_ranks: int, token_budget: int, device: torch.device) -> None:
+    def __init__(
+        self, model: PackedModel, *, rank: int, num_ranks: int, token_budget: int, device: torch.device
+    ) -> None:
         self.model = model.to(device).eval().requires_grad_(False)
         self._rank, self._num_ranks, self._token_budget, self._device = rank, num_ranks, token_budget, device
 
@@ -61,14 +63,23 @@ class RewardModel:
 
     def _tokenise(self, rollout: Rollout, text: str) -> list[int]:
         prompt = rollout.prompt
-        if prompt.messages is None:
-            ids = self.tokenizer(prompt.text + text)["input_ids"]
-        elif self.tokenizer.chat_template is None:
-            raise ConfigError("reward.model.path: the prompts are chats, but its tokenizer has no chat template; add one")
-        else:
-            messages: list[dict[str, str]] = [*prompt.messages, {"role": "assistant", "content": text}]
-            ids = self.tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
-        return truncate_tail(ids, self._max_tokens)
+        if prompt.messages is not None and self.tokenizer.chat_template is None:
+            raise ConfigError(
+                "reward.model.path: the prompts are chats, but its tokenizer has no chat template; add one"
+            )
+        whole = prompt.text if prompt.messages is None else prompt.messages
+        return truncate_tail(answer_tokens(self.tokenizer, whole, text), self._max_tokens)
+
+
+def answer_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, str]], answer: str) -> list[int]:
+    """What a reward model reads of a prompt, plain or a chat, and an answer to it: the same in training as in use.
+
+    A chat needs a tokenizer with a chat template.
+    """
+    if isinstance(prompt, str):
+        return tokenizer(prompt + answer, verbose=False)["input_ids"]  # type: ignore[return-value]
+    messages = [*prompt, {"role": "assistant", "content": answer}]
+    return tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]  # type: ignore[index,return-value]
 
 
 def truncate_tail(ids: Any, max_tokens: int) -> list[int]:

@@ -1,4 +1,7 @@
-"""What learns: the policy from advantages, the critic from returns. Both are a loss on top of one Engine."""
+"""What learns: the policy from advantages, the critic from returns. Both are a loss on top of one Engine.
+
+A third, the reward model, learns from preferences in a run of its own: ``rlhf.reward_training``.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,13 +27,25 @@ from rlhf.packing import plan_micro_batches, split_minibatches
 
 Part = tuple[list[int], Tensor]
 
+# What TRL's PPO calls the learners' metrics; those not named here keep the names of its GRPO.
+PPO_NAMES = {
+    "loss": "loss/policy_avg",
+    "approx_kl": "policy/approxkl_avg",
+    "clip_ratio/region_mean": "policy/clipfrac_avg",
+    "entropy": "policy/entropy_avg",
+    "ratio": "val/ratio",
+    "learning_rate": "lr",
+}
+CRITIC_NAMES = {"loss": "loss/value_avg", "value/clip_ratio": "val/clipfrac_avg"}  # the others: critic/<name>
 
-class BatchLearner:
-    """Spreads a training batch over ranks, micro-batches and optimiser steps. Subclasses say what the loss is."""
 
-    def __init__(self, engine: Engine, config: AlgorithmConfig, *, seed: int, max_completion_tokens: int) -> None:
-        self.engine, self.config = engine, config
-        self._seed, self._max_completion_tokens = seed, max_completion_tokens
+class PackedLearner:
+    """Spreads a batch over ranks and micro-batches."""
+
+    unit = 1  # so many neighbouring sequences of a batch stay in one micro-batch
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
 
     def _micro_batches(self, batch: TrainBatch) -> list[list[int]]:
         """This rank's micro-batches of a batch that every rank holds, as sequence indices; some may be empty."""
@@ -39,6 +54,7 @@ class BatchLearner:
             num_ranks=self.engine.world_size,
             token_budget=self.engine.config.micro_batch_tokens,
             hidden_size=self.engine.model.lm.config.hidden_size,
+            unit=self.unit,
         )
         return plan[self.engine.rank]
 
@@ -48,6 +64,26 @@ class BatchLearner:
         pieces = self.engine.forward([batch.select(indices) if indices else None for indices in mine], pick)
         self.engine.release_gathered()
         return [i for indices in mine for i in indices], torch.cat(pieces) if pieces else torch.empty(0)
+
+    def _optimise(self, steps: Sequence[TrainBatch], make_loss: Callable[[int], LossFn]) -> dict[str, float]:
+        """One optimiser step per batch; the mean of their metrics."""
+        totals: dict[str, float] = {}
+        for batch in steps:
+            assert batch.loss_weights is not None
+            num_tokens = int((batch.loss_weights != 0).sum())
+            mine = [batch.select(indices) if indices else None for indices in self._micro_batches(batch)]
+            for name, value in self.engine.step(mine, make_loss(num_tokens)).items():
+                totals[name] = totals.get(name, 0.0) + value / len(steps)
+        return totals
+
+
+class BatchLearner(PackedLearner):
+    """Cuts a training batch into optimiser steps: epochs of mini-batches. Subclasses say what the loss is."""
+
+    def __init__(self, engine: Engine, config: AlgorithmConfig, *, seed: int, max_completion_tokens: int) -> None:
+        super().__init__(engine)
+        self.config = config
+        self._seed, self._max_completion_tokens = seed, max_completion_tokens
 
     def _score_everywhere(self, batch: TrainBatch, pick: Callable[[Any], Tensor]) -> Tensor:
         """float32 [N] on every rank."""
@@ -65,17 +101,6 @@ class BatchLearner:
             order = torch.randperm(batch.num_sequences, generator=shuffle).tolist()
             steps += [batch.select(part) for part in split_minibatches([order], self.config.num_minibatches)]
         return steps
-
-    def _optimise(self, steps: Sequence[TrainBatch], make_loss: Callable[[int], LossFn]) -> dict[str, float]:
-        """One optimiser step per batch; the mean of their metrics."""
-        totals: dict[str, float] = {}
-        for batch in steps:
-            assert batch.loss_weights is not None
-            num_tokens = int((batch.loss_weights != 0).sum())
-            mine = [batch.select(indices) if indices else None for indices in self._micro_batches(batch)]
-            for name, value in self.engine.step(mine, make_loss(num_tokens)).items():
-                totals[name] = totals.get(name, 0.0) + value / len(steps)
-        return totals
 
 
 class PolicyLearner(BatchLearner):
@@ -106,7 +131,9 @@ class PolicyLearner(BatchLearner):
         """
         batch = self._score_beforehand(batch)
         steps = [step.with_(loss_weights=self._weights(step)) for step in self._steps(batch)]
-        return self._optimise(steps, lambda num_tokens: lambda out, micro: self._loss(out, micro, num_tokens))
+        metrics = self._optimise(steps, lambda num_tokens: lambda out, micro: self._loss(out, micro, num_tokens))
+        names = PPO_NAMES if self.config.name == "ppo" else {}
+        return {names.get(name, name): value for name, value in metrics.items()}
 
     def _score_beforehand(self, batch: TrainBatch) -> TrainBatch:
         """Fills in what an optimiser step needs of the policy as it was before the first one."""
@@ -129,7 +156,9 @@ class PolicyLearner(BatchLearner):
             mask=mask if self.config.mask_truncated_completions else None,
         )
 
-    def _loss(self, output: tuple[Tensor, Tensor], batch: TrainBatch, num_tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss(
+        self, output: tuple[Tensor, Tensor], batch: TrainBatch, num_tokens: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         logprobs, entropy = output
         config, device = self.config, logprobs.device
         assert batch.advantages is not None and batch.loss_weights is not None
@@ -186,7 +215,7 @@ class ValueLearner(BatchLearner):
             for step in self._steps(batch)
         ]
         metrics = self._optimise(steps, lambda num_tokens: lambda out, micro: self._loss(out, micro))
-        return {VALUE_METRICS.get(name, f"critic/{name}"): value for name, value in metrics.items()}
+        return {CRITIC_NAMES.get(name, f"critic/{name}"): value for name, value in metrics.items()}
 
     def _loss(self, values: Tensor, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.values is not None and batch.returns is not None and batch.loss_weights is not None
@@ -198,6 +227,3 @@ class ValueLearner(BatchLearner):
             batch.loss_weights.to(device),
             clip_range=self.config.value_clip,
         )
-
-
-VALUE_METRICS = {"loss": "loss/value_avg", "value/clip_ratio": "val/clipfrac_avg"}

@@ -1,10 +1,11 @@
 """Models over packed sequences: loading, attention that respects sequence borders, and log-probabilities in chunks.
 
 A packed forward takes all tokens of a micro-batch as one row ``[1, T]`` without padding. Attention never crosses a
-sequence border, positions restart at each, and the vocabulary-sized logits exist for a few hundred tokens at a time only.
+sequence border, positions restart at each, and vocabulary-sized logits exist for some hundred tokens at a time only.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -87,8 +88,7 @@ def _packed_attention(
 
 
 def _spans(borders: Tensor) -> list[tuple[int, int]]:
-    edges = borders.tolist()
-    return list(zip(edges, edges[1:], strict=False))
+    return list(pairwise(borders.tolist()))
 
 
 AttentionInterface.register(PACKED_ATTENTION, _packed_attention)
@@ -185,15 +185,17 @@ class PolicyModel(PackedModel):
         shaped = {k: v for k in ("final_logit_softcapping", "logit_scale") if (v := getattr(lm.config, k, None))}
         if not isinstance(head, nn.Linear) or head.bias is not None or shaped:
             raise ConfigError(
-                f"model.path: {type(lm).__name__} has an LM head that is not a plain linear layer ({shaped or 'bias'}); "
-                "Llama-, Qwen- and Mistral-shaped models work"
+                f"model.path: {type(lm).__name__} has an LM head that is not a plain linear layer "
+                f"({shaped or 'bias'}); Llama-, Qwen- and Mistral-shaped models work"
             )
         head.__class__ = LogprobHead
 
     def forward(self, inputs: PackedInputs) -> tuple[Tensor, Tensor]:
         """(log-probabilities, entropy) of the completion tokens, float32 ``[N]``, nats."""
         hidden = self.hidden(inputs)[inputs.predictors]
-        return self.lm.get_output_embeddings()(hidden, inputs.targets, self.temperature, self.chunk_tokens)
+        head = self.lm.get_output_embeddings()
+        assert isinstance(head, LogprobHead)
+        return head(hidden, inputs.targets, self.temperature, self.chunk_tokens)
 
 
 class ScalarModel(PackedModel):
@@ -204,7 +206,9 @@ class ScalarModel(PackedModel):
 
         For a critic that is the value of the state in which the token is chosen.
         """
-        return self.lm.score(self.hidden(inputs)[inputs.predictors])[:, 0].float()
+        head = self.lm.score
+        assert isinstance(head, nn.Linear)
+        return head(self.hidden(inputs)[inputs.predictors])[:, 0].float()
 
 
 def load_policy(
@@ -217,13 +221,23 @@ def load_policy(
     return PolicyModel(lm, temperature=temperature, chunk_tokens=chunk_tokens)
 
 
-def load_scalar(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> ScalarModel:
-    """A one-label sequence classifier from a directory of that kind, or with a fresh head from a causal LM's."""
-    lm = AutoModelForSequenceClassification.from_pretrained(
+def load_scalar(
+    path: str, *, dtype: torch.dtype, zero_fresh_head: bool = False, trust_remote_code: bool = False
+) -> ScalarModel:
+    """A one-label sequence classifier from a directory of that kind, or with a fresh head from a causal LM's.
+
+    ``zero_fresh_head``: a fresh head says 0 everywhere, and so does a critic that knows nothing yet: random values
+    would only be noise in the first advantages (Huang et al. 2024, arXiv 2403.17031; OpenAI's lm-human-preferences).
+    """
+    lm, loading = AutoModelForSequenceClassification.from_pretrained(
         path,
         dtype=dtype,
         num_labels=1,
         attn_implementation=PACKED_ATTENTION,
         trust_remote_code=trust_remote_code,
+        output_loading_info=True,
     )
+    if zero_fresh_head and any(name.startswith("score.") for name in loading["missing_keys"]):
+        for parameter in lm.score.parameters():
+            getattr(parameter, "ds_tensor", parameter).data.zero_()  # under ZeRO-3 this rank holds a shard
     return ScalarModel(lm)

@@ -16,7 +16,7 @@ def sequence_cost(length: int, hidden_size: int) -> float:
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], *, num_ranks: int, token_budget: int, hidden_size: int = 1024
+    lengths: Sequence[int], *, num_ranks: int, token_budget: int, hidden_size: int = 1024, unit: int = 1
 ) -> list[list[list[int]]]:
     """Assigns sequences to ranks and micro-batches.
 
@@ -25,32 +25,38 @@ def plan_micro_batches(
         num_ranks: data-parallel ranks.
         token_budget: most tokens in one micro-batch; no sequence may be longer.
         hidden_size: the model's width, to weigh attention against the linear layers.
+        unit: so many neighbouring sequences stay in one micro-batch (2 for preference pairs).
 
     Returns:
         ``plan[rank][k]``: the sequence indices of that rank's k-th micro-batch. Every rank has the same number of
         micro-batches; one may be empty only where there are fewer sequences than ranks need.
     """
     assert lengths, "no sequence to plan for"
-    assert max(lengths) <= token_budget, f"a sequence of {max(lengths)} tokens exceeds the budget of {token_budget}"
-    rounds = max(1, -(-sum(lengths) // (token_budget * num_ranks)))
-    while (bins := _fill(lengths, rounds * num_ranks, token_budget, hidden_size)) is None:
+    assert len(lengths) % unit == 0, f"{len(lengths)} sequences are no whole number of units of {unit}"
+    members = [range(start, start + unit) for start in range(0, len(lengths), unit)]
+    tokens = [sum(lengths[i] for i in unit_members) for unit_members in members]
+    costs = [sum(sequence_cost(lengths[i], hidden_size) for i in unit_members) for unit_members in members]
+    assert max(tokens) <= token_budget, f"a sequence of {max(tokens)} tokens exceeds the budget of {token_budget}"
+    rounds = max(1, -(-sum(tokens) // (token_budget * num_ranks)))
+    while (bins := _fill(tokens, costs, rounds * num_ranks, token_budget)) is None:
         rounds += 1
-    bins.sort(key=lambda members: -sum(sequence_cost(lengths[i], hidden_size) for i in members))
-    return [[sorted(bins[k * num_ranks + rank]) for k in range(rounds)] for rank in range(num_ranks)]
+    bins.sort(key=lambda units: -sum(costs[u] for u in units))
+    plan = [[sorted(bins[k * num_ranks + rank]) for k in range(rounds)] for rank in range(num_ranks)]
+    return [[[i for u in units for i in members[u]] for units in rank] for rank in plan]
 
 
-def _fill(lengths: Sequence[int], num_bins: int, token_budget: int, hidden_size: int) -> list[list[int]] | None:
-    """Longest first into the cheapest bin that has room (LPT); None if a sequence fits no bin."""
+def _fill(tokens: Sequence[int], costs: Sequence[float], num_bins: int, token_budget: int) -> list[list[int]] | None:
+    """Longest first into the cheapest bin that has room (LPT); None if a unit fits no bin."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    tokens, costs = [0] * num_bins, [0.0] * num_bins
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        roomy = [b for b in range(num_bins) if tokens[b] + lengths[i] <= token_budget]
+    filled, spent = [0] * num_bins, [0.0] * num_bins
+    for unit in sorted(range(len(tokens)), key=lambda u: (-tokens[u], u)):
+        roomy = [b for b in range(num_bins) if filled[b] + tokens[unit] <= token_budget]
         if not roomy:
             return None
-        best = min(roomy, key=lambda b: (costs[b], b))
-        bins[best].append(i)
-        tokens[best] += lengths[i]
-        costs[best] += sequence_cost(lengths[i], hidden_size)
+        best = min(roomy, key=lambda b: (spent[b], b))
+        bins[best].append(unit)
+        filled[best] += tokens[unit]
+        spent[best] += costs[unit]
     return bins
 
 

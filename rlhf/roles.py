@@ -1,6 +1,6 @@
-"""The roles the driver talks to, as protocols. Whether a role is a Ray actor group or a local object is not its concern.
+"""The roles the driver talks to, as protocols. Whether one is a Ray actor group or a local object is not its concern.
 
-Calls that take long and can run side by side return a ``Pending``; ``result()`` waits for it, under the role's deadline.
+Calls that take long and can run side by side return a ``Pending``; ``result()`` waits, under the role's deadline.
 """
 
 from collections.abc import Iterator, Sequence

@@ -9,7 +9,7 @@ wherever it does not share one.
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf.config import Config
+from rlhf.config import Config, RewardTrainingConfig
 
 Device = Literal["cpu", "gpu"]
 Bundle = dict[str, float]
@@ -72,8 +72,11 @@ def model_roles(config: Config) -> dict[str, tuple[int, int]]:
     return roles
 
 
-def plan_topology(config: Config, device: Device) -> Topology:
+def plan_topology(config: Config | RewardTrainingConfig, device: Device) -> Topology:
     """Bundles and slots for every role of ``config`` on a cluster of ``device``."""
+    if isinstance(config, RewardTrainingConfig):
+        group, own = _own_group("learner", config.learner.num_ranks, config.learner.cpus_per_rank, device)
+        return Topology(device, (group,), {"learner": own})
     groups, slots = (_shared if config.placement.mode == "colocate" else _separate)(config, device)
     if config.reward.functions:
         groups.append(GroupSpec("reward", ({"CPU": 1.0},) * config.reward.num_workers, "PACK"))
@@ -81,17 +84,23 @@ def plan_topology(config: Config, device: Device) -> Topology:
     return Topology(device, tuple(groups), slots)
 
 
+def _own_group(role: str, ranks: int, cpus: int, device: Device) -> tuple[GroupSpec, tuple[Slot, ...]]:
+    """A placement group for the ranks of one role, a bundle each."""
+    gpus = 1.0 if device == "gpu" else 0.0
+    group = GroupSpec(role, (_bundle(cpus, gpus),) * ranks, "PACK")
+    return group, tuple(Slot(role, rank, cpus, gpus) for rank in range(ranks))
+
+
 def _bundle(num_cpus: float, num_gpus: float) -> Bundle:
     return {"CPU": num_cpus} | ({"GPU": num_gpus} if num_gpus else {})
 
 
 def _separate(config: Config, device: Device) -> tuple[list[GroupSpec], dict[str, tuple[Slot, ...]]]:
-    gpus = 1.0 if device == "gpu" else 0.0
     groups: list[GroupSpec] = []
     slots: dict[str, tuple[Slot, ...]] = {}
     for role, (ranks, cpus) in model_roles(config).items():
-        groups.append(GroupSpec(role, (_bundle(cpus, gpus),) * ranks, "PACK"))
-        slots[role] = tuple(Slot(role, rank, cpus, gpus) for rank in range(ranks))
+        group, slots[role] = _own_group(role, ranks, cpus, device)
+        groups.append(group)
     for worker in range(config.rollout.num_workers):
         group, slot = rollout_worker_group(config, device, worker)
         groups.append(group)
@@ -127,4 +136,3 @@ def _shared(config: Config, device: Device) -> tuple[list[GroupSpec], dict[str, 
             cpus_in[slot.bundle] += slot.num_cpus
     bundles = tuple(_bundle(c, gpus) for c in cpus_in)
     return [GroupSpec("shared", bundles, "PACK")], slots
-

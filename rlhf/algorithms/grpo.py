@@ -7,7 +7,8 @@ from torch import Tensor
 
 from rlhf.algorithms.advantages import group_normalized, leave_one_out
 from rlhf.algorithms.kl import KLEstimator, per_token_kl
-from rlhf.batch import TrainBatch, sequence_ids
+from rlhf.algorithms.losses import sum_sequences
+from rlhf.batch import TrainBatch
 from rlhf.config import AlgorithmConfig
 
 
@@ -26,7 +27,7 @@ class GroupBaseline:
         if self.needs_old_logprobs:
             kl = sequence_kl(batch, self._config.kl_estimator)
             rewards = rewards - self._config.beta * kl
-            metrics["objective/kl"] = kl.mean().item()
+            metrics["kl"] = kl.mean().item()  # summed over a completion; where the KL is in the loss, a token's mean
         advantages = self._advantages_of(rewards)
         metrics["advantages/abs_mean"] = advantages.abs().mean().item()
         return batch.with_(advantages=advantages.repeat_interleave(batch.completion_lengths)), metrics
@@ -42,7 +43,7 @@ def sequence_kl(batch: TrainBatch, estimator: KLEstimator) -> Tensor:
     """float32 [S]: each completion's summed per-token KL to the reference."""
     assert batch.old_logprobs is not None and batch.ref_logprobs is not None
     per_token = per_token_kl(batch.old_logprobs, batch.ref_logprobs, estimator=estimator)
-    return per_token.new_zeros(batch.num_sequences).index_add(0, sequence_ids(batch.completion_lengths), per_token)
+    return sum_sequences(per_token, batch.completion_lengths)
 
 
 def grpo(config: AlgorithmConfig) -> GroupBaseline:
@@ -57,6 +58,6 @@ def rloo(config: AlgorithmConfig) -> GroupBaseline:
 
 
 def zero_variance_groups(rewards: Tensor, group_size: int) -> Tensor:
-    """bool [num_groups]: groups whose rewards are all equal, which teach nothing. rewards float [S], group-contiguous."""
+    """bool [num_groups]: where all rewards are equal, so that nothing is learnt. rewards float [S], by group."""
     groups = rewards.view(-1, group_size)
     return torch.isclose(groups, groups[:, :1], rtol=0, atol=1e-8).all(1)

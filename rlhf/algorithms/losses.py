@@ -47,7 +47,7 @@ def token_weights(
         mask = torch.ones(int(lengths.sum()), dtype=torch.bool, device=lengths.device)
     counted = mask.to(dtype)
     if loss_type in ("grpo", "rloo"):
-        sequence_tokens = _sum_sequences(counted, lengths).clamp(min=1)
+        sequence_tokens = sum_sequences(counted, lengths).clamp(min=1)
         return counted / (len(lengths) * _spread(sequence_tokens, lengths))
     if loss_type == "dr_grpo":
         if max_completion_length is None:
@@ -97,9 +97,9 @@ def importance_ratio(
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     if level == "token":
         return log_ratio.exp()
-    sequence_log_ratio = _sum_sequences(log_ratio, lengths)
+    sequence_log_ratio = sum_sequences(log_ratio, lengths)
     if level == "sequence":
-        sequence_log_ratio = sequence_log_ratio / _sum_sequences(mask.to(log_ratio.dtype), lengths).clamp(min=1)
+        sequence_log_ratio = sequence_log_ratio / sum_sequences(mask.to(log_ratio.dtype), lengths).clamp(min=1)
     return _spread(sequence_log_ratio.exp(), lengths)
 
 
@@ -233,8 +233,9 @@ def packed_policy_loss(
     zero has no part in anything. ``num_tokens``: tokens of nonzero weight in the whole optimiser step.
 
     Returns (loss, stats), 0-dim tensors. Stats are already divided by num_tokens: added over micro-batches and ranks
-    they are means over the tokens of the step. ``clip_ratio/{low,high,region}_mean``: share of tokens that the clip
-    binds below, above, at all; ``approx_kl``: k2 to the old policy; with beta ``kl``: to the reference, as penalised.
+    they are means over the tokens of the step. ``ratio``: pi / pi_old; ``clip_ratio/{low,high,region}_mean``: share of
+    tokens that the clip binds below, above, at all; ``approx_kl``: k2 to the old policy; with beta ``kl``: to the
+    reference, as penalised.
 
     Raises ValueError for beta without ref_logprobs.
     """
@@ -248,7 +249,8 @@ def packed_policy_loss(
         )
     for factor in (entropy_mask, rollout_ratio):
         loss = loss if factor is None else loss * factor
-    token_stats = _clip_stats(ratio, advantages, settings.ratio_bounds) | {"approx_kl": k2(logprobs, old_logprobs)}
+    token_stats = _clip_stats(ratio, advantages, settings.ratio_bounds)
+    token_stats |= {"ratio": ratio, "approx_kl": k2(logprobs, old_logprobs)}
     if settings.beta != 0:
         if ref_logprobs is None:
             raise ValueError(
@@ -352,7 +354,7 @@ def _check_choice(name: str, value: str, choices: Any) -> None:
         raise ValueError(f"{name}={value!r} is unknown; use {', '.join(get_args(choices))}")
 
 
-def _sum_sequences(x: Tensor, lengths: Tensor) -> Tensor:
+def sum_sequences(x: Tensor, lengths: Tensor) -> Tensor:
     """float [N] -> [S]. segment_reduce and not index_add: on CUDA, too, the order of summation is always the same."""
     return torch.segment_reduce(x, "sum", lengths=lengths)
 

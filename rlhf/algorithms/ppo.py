@@ -1,7 +1,7 @@
 """Proximal Policy Optimization for language models (Schulman et al. 2017, arXiv 1707.06347; Ziegler et al. 2019).
 
-The reward of a token is ``-beta * KL`` to the reference there, plus the completion's score at its last token; advantages
-and returns come from generalised advantage estimation over the critic's values.
+The reward of a token is ``-beta * KL`` to the reference there, plus the completion's score at its last token;
+advantages and returns come from generalised advantage estimation over the critic's values.
 """
 
 from typing import Any
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from rlhf.algorithms.advantages import gae, place_scores, whiten
 from rlhf.algorithms.kl import AdaptiveKLController, FixedKLController, KLController, per_token_kl
-from rlhf.batch import TrainBatch, completion_mask, pad, sequence_ids, unpad
+from rlhf.algorithms.losses import sum_sequences
+from rlhf.batch import TrainBatch, completion_mask, pad, unpad
 from rlhf.config import AlgorithmConfig
 
 
@@ -37,10 +38,11 @@ class Ppo:
         advantages, returns = gae(rewards, pad(batch.values, lengths), mask, gamma=config.gamma, lam=config.lam)
         if config.whiten_advantages:
             advantages = whiten(advantages, mask)
-        kl_per_sequence = kl.new_zeros(len(lengths)).index_add(0, sequence_ids(lengths), kl)
+        kl_per_sequence, surprisal = (sum_sequences(x, lengths) for x in (kl, -batch.old_logprobs))
         self._controller.update(kl_per_sequence.mean().item(), len(lengths))
-        metrics = {
+        metrics = {  # TRL's names; its entropy, too, is the mean of a completion's -log p
             "objective/kl": kl_per_sequence.mean().item(),
+            "objective/entropy": surprisal.mean().item(),
             "objective/scores": scores.mean().item(),
             "objective/rlhf_reward": (scores - beta * kl_per_sequence).mean().item(),
             "objective/non_score_reward": (-beta * kl_per_sequence).mean().item(),

@@ -26,7 +26,7 @@ def rollout_metrics(
 
 
 def reward_metrics(rewards: Tensor, *, group_size: int) -> Metrics:
-    """``reward``, ``reward_std``: mean and deviation over the batch; ``frac_reward_zero_std``: share of the groups whose
+    """``reward``, ``reward_std``: mean and deviation over the batch; ``frac_reward_zero_std``: share of groups whose
     rewards are all equal, from which a grouped algorithm learns nothing (left out for groups of one).
 
     rewards float [S].

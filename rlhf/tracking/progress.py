@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 TEXT_WIDTH = 240  # characters of a prompt or completion in the table
+HEADLINES = ("reward", "accuracy", "margin")  # what says whether a run works: a policy's; a reward model's
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,9 @@ class SampledCompletion:
 
 
 def step_line(step: int, num_steps: int, record: Mapping[str, float | None]) -> str:
-    """One step in one line: reward, KL where there is one, tokens per second, seconds per phase."""
+    """One step in one line: headline numbers, KL where there is one, tokens per second, seconds per phase."""
     parts = [f"step {step}/{num_steps}"]
-    shown = {"reward": "reward", "kl": "kl", "objective/kl": "kl"}
+    shown = {name: name for name in HEADLINES} | {"kl": "kl", "objective/kl": "kl"}
     parts += [f"{label} {_number(record[name])}" for name, label in shown.items() if name in record]
     if (rate := record.get("tokens_per_s")) is not None:
         parts.append(f"{rate:.0f} tokens/s")
@@ -71,9 +72,10 @@ class ProgressDisplay:
         self._step = step
 
     def evaluation(self, step: int, record: Mapping[str, float | None]) -> None:
-        """The held-out prompts have been evaluated."""
+        """The held-out data has been evaluated."""
         if self._enabled:
-            self.note(f"evaluation at step {step}/{self._num_steps}  reward {_number(record.get('eval/reward'))}")
+            found = [f"{name} {_number(record[f'eval/{name}'])}" for name in HEADLINES if f"eval/{name}" in record]
+            self.note("  ".join([f"evaluation at step {step}/{self._num_steps}", *found]))
 
     def completions(self, step: int, rows: Sequence[SampledCompletion]) -> None:
         """Sampled completions as a table."""

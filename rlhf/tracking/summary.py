@@ -11,6 +11,7 @@ from rich.table import Table
 
 import rlhf
 from rlhf.roles import Metrics
+from rlhf.tracking.progress import HEADLINES
 from rlhf.tracking.tracker import Tracker
 from rlhf.tracking.writers import finite, write_atomically
 
@@ -64,8 +65,9 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
     """A table of what ``write_summary`` returned."""
     table = Table(title=f"run {summary['status']} after {summary['steps']} steps", show_header=False)
     for key in ("eval_before", "eval_after"):
-        if summary[key] is not None:
-            table.add_row(f"{key}.reward", _number(summary[key].get("reward")))
+        for name in HEADLINES:
+            if name in (summary[key] or {}):
+                table.add_row(f"{key}.{name}", _number(summary[key][name]))
     table.add_row("tokens", f"{summary['num_tokens']:,}")
     table.add_row("wall time", f"{summary['wall_s']:.1f} s")
     for name, seconds in summary["phases"].items():

@@ -75,18 +75,23 @@ class Tracker:
             self._phase = None
             self._display.phase(None)
 
-    def log_step(self, step: int, metrics: Mapping[str, float], *, num_tokens: int) -> None:
+    def log_step(
+        self, step: int, metrics: Mapping[str, float], *, num_tokens: int, num_episodes: int | None = None
+    ) -> None:
         """Records training step ``step``, which trained on ``num_tokens`` prompt and completion tokens.
 
+        ``num_episodes``: completions it sampled, for ``eps``, TRL's name of episodes per second.
+
         ``time/<phase>_s`` are seconds since the last step's record, so an evaluation or a checkpoint appears with the
-        step after it; ``tokens_per_s`` leaves those out, and is absent where no phase was measured.
+        step after it; ``tokens_per_s`` and ``eps`` leave those out, and are absent where no phase was measured.
         """
         assert step > self._step, f"step {step} was recorded before"
         self.num_tokens += num_tokens
         step_s = sum(seconds for name, seconds in self._since_step.items() if name not in OUTSIDE_STEPS)
+        counts = {"tokens_per_s": num_tokens} | ({} if num_episodes is None else {"eps": num_episodes})
         values = {
             **{f"time/{name}_s": seconds for name, seconds in self._since_step.items()},
-            **({"tokens_per_s": num_tokens / step_s} if step_s > 0 else {}),
+            **({name: count / step_s for name, count in counts.items()} if step_s > 0 else {}),
             "num_tokens": self.num_tokens,
             **metrics,
         }

@@ -35,7 +35,12 @@ def tiny_config(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory):
 
     def build(*overrides: str, recipe: str = "grpo_tiny") -> Config:
         run_dir = tmp_path_factory.mktemp("run")
-        fixed = [f"model.path={tiny_model_dir}", f"run_dir={run_dir}", "placement.device=cpu", "tracking.progress=false"]
+        fixed = [
+            f"model.path={tiny_model_dir}",
+            f"run_dir={run_dir}",
+            "placement.device=cpu",
+            "tracking.progress=false",
+        ]
         return load_config(ROOT / "conf" / f"{recipe}.yaml", [*fixed, *overrides])
 
     return build

@@ -75,7 +75,12 @@ def one_rank_one_batch(ray_session, tiny_config, tmp_path_factory):
         ("learner.num_ranks=1", "learner.micro_batch_tokens=96"),
         ("learner.num_ranks=2", "learner.micro_batch_tokens=128"),
         ("learner.num_ranks=2", "learner.micro_batch_tokens=4096", "learner.zero_stage=2"),
-        ("learner.num_ranks=1", "learner.micro_batch_tokens=512", "learner.zero_stage=0", "learner.gradient_checkpointing=true"),
+        (
+            "learner.num_ranks=1",
+            "learner.micro_batch_tokens=512",
+            "learner.zero_stage=0",
+            "learner.gradient_checkpointing=true",
+        ),
     ],
     ids=["small budget", "two ranks", "two ranks zero-2", "no zero"],
 )

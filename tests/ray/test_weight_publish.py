@@ -1,4 +1,4 @@
-"""After a publish vLLM samples from exactly the learner's weights, and says so in its log-probabilities and versions."""
+"""After a publish vLLM samples from exactly the learner's weights, as its log-probabilities and versions say."""
 
 import pytest
 import torch

@@ -215,7 +215,11 @@ def test_gradient_reaches_logprobs_and_stops_at_stats():
     )
     loss.backward()
     assert logprobs.grad.abs().min() > 0
-    assert set(stats) == {f"clip_ratio/{part}_mean" for part in ("low", "high", "region")} | {"approx_kl", "kl"}
+    assert set(stats) == {f"clip_ratio/{part}_mean" for part in ("low", "high", "region")} | {
+        "ratio",
+        "approx_kl",
+        "kl",
+    }
     assert not any(x.requires_grad or x.dim() for x in stats.values())
 
 

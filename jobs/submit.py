@@ -1,0 +1,312 @@
+"""`rlhf submit`: the same run as `rlhf train`, as a job on a Ray cluster that is already up.
+
+One zip travels: the validated configuration and, unless the nodes have it installed, the code. Ray unpacks it on every
+node that runs one of our actors and puts it first on their import path. Models, data and the run directory do not
+travel: they lie on a file system that all nodes share, so relative paths are made absolute where the job is submitted.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import re
+import secrets
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+from ray.exceptions import AuthenticationError
+from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
+
+from rlhf.config import Config, to_yaml
+from rlhf.data import TASK_PREFIX
+from rlhf.errors import ClusterError, ConfigError
+
+PROJECT_ROOT = Path(__file__).resolve().parent.parent
+CONFIG_NAME = "rlhf_submit.yaml"  # in the job's working directory
+INTERRUPTED = 130  # exit code of a job that was stopped, and of following one that was left running
+
+CONNECT_TIMEOUT_S = 10.0
+REQUEST_TIMEOUT_S = 60.0  # between two bytes of an answer
+STATUS_EVERY_S = 5.0
+LAST_LINES_TIMEOUT_S = 10.0  # for the log of a job that has ended
+LOST_CONTACT_TIMEOUT_S = 120.0  # so long may the cluster be silent before we stop following
+
+WORKING_DIR_LIMIT_MIB = 100  # before compression; code is far below it, a forgotten checkpoint far above
+SKIPPED_ANYWHERE = re.compile(r"\..*|__pycache__|.*\.egg-info|node_modules")  # hidden files hold tokens and caches
+SKIPPED_AT_THE_TOP = frozenset({"models", "runs", "data", "build", "dist", "wandb"})
+HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+
+
+def submit(config: Config, *, address: str, working_dir: Path | None, installed: bool, wait: bool) -> int:
+    """Submits the run and, with ``wait``, follows its log to the end. Returns the exit code for the command.
+
+    That is the code of `rlhf train` on the cluster; 130 when the job was stopped or was left running by Ctrl-C; 0
+    without ``wait``. Raises ConfigError for what is wrong here, ClusterError where the cluster cannot be reached.
+    """
+    check_address(address)
+    root = code_directory(working_dir, installed)
+    config = for_cluster(config, Path.cwd())
+    job_id = f"{re.sub(r'[^A-Za-z0-9_-]', '-', config.name)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    with TemporaryDirectory(prefix="rlhf-submit-") as scratch:
+        package = Path(scratch) / "working_dir.zip"
+        pack(package, root, config)
+        client = connect(address)
+        send(client, job_id, package, config)
+    print(f"submitted {job_id} to {address}: model {config.model.path}, run directory {config.run_dir}")
+    print(how_to(client, job_id), flush=True)
+    if not wait:
+        return 0
+    try:
+        details = asyncio.run(follow(client, job_id))
+    except KeyboardInterrupt:
+        print(f"\n{job_id} goes on without us\n{how_to(client, job_id)}")
+        return INTERRUPTED
+    return report(details, job_id)
+
+
+def check_address(address: str) -> None:
+    """Raises ConfigError unless ``address`` is the URL of a dashboard."""
+    try:
+        url = urlsplit(address)
+        valid = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0  # .port raises if no number
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ConfigError(
+            f"--address={address}: jobs go to the head node's dashboard; give its URL, such as http://HEAD:8265"
+        )
+
+
+def code_directory(working_dir: Path | None, installed: bool) -> Path | None:
+    """The directory to upload; None when the nodes have the package and only the configuration travels."""
+    if installed:
+        if working_dir is not None:
+            raise ConfigError("--installed uploads no code and --working-dir does; give one of them")
+        return None
+    root = working_dir or PROJECT_ROOT
+    if not root.is_dir():
+        raise ConfigError(f"--working-dir={root}: no such directory")
+    if working_dir is None and not (root / "pyproject.toml").is_file():
+        raise ConfigError(
+            "rlhf runs from an installed package here, so there is no checkout to upload; use --installed if the "
+            "nodes have the package too, or --working-dir DIR"
+        )
+    return root.resolve()
+
+
+def for_cluster(config: Config, base: Path) -> Config:
+    """The configuration with every local path absolute, relative ones counted from ``base``.
+
+    A model path that exists here is local; one that does not, but has the form of a hub id, stays as it is.
+    """
+    if config.ray.address is not None:
+        raise ConfigError(f"ray.address={config.ray.address}: a submitted job joins the cluster at --address; unset it")
+
+    def local(path: str) -> str:
+        return os.path.normpath(base / path)
+
+    def model(path: str | None) -> str | None:
+        is_hub_id = path is not None and HUB_ID.fullmatch(path) and not (base / path).exists()
+        return path if path is None or is_hub_id else local(path)
+
+    def data(source: str | None) -> str | None:
+        return source if source is None or source.startswith(TASK_PREFIX) else local(source)
+
+    def replace(section: Any, **paths: str | None) -> Any:
+        return dataclasses.replace(section, **paths)
+
+    resume, reward = config.checkpoint.resume, config.reward
+    return dataclasses.replace(
+        config,
+        run_dir=local(config.run_dir),
+        model=replace(config.model, path=model(config.model.path)),
+        data=replace(config.data, train=data(config.data.train), eval=data(config.data.eval)),
+        critic=replace(config.critic, path=model(config.critic.path)),
+        reference=replace(config.reference, path=model(config.reference.path)),
+        reward=replace(reward, model=reward.model and replace(reward.model, path=model(reward.model.path))),
+        checkpoint=replace(config.checkpoint, resume=resume if resume in ("auto", "none") else local(resume)),
+    )
+
+
+def pack(package: Path, root: Path | None, config: Config) -> None:
+    """Writes the zip that becomes the job's working directory. Raises ConfigError where it would be too large."""
+    files = list(code_files(root)) if root else []
+    sizes = {file: file.stat().st_size for file in files}
+    if sum(sizes.values()) > WORKING_DIR_LIMIT_MIB << 20:
+        largest = sorted(files, key=sizes.__getitem__)[-3:]
+        raise ConfigError(
+            f"--working-dir={root}: {sum(sizes.values()) >> 20} MiB to upload, more than {WORKING_DIR_LIMIT_MIB} MiB; "
+            f"the largest files are {', '.join(map(str, largest))}; move data to the file system that the nodes share"
+        )
+    with zipfile.ZipFile(package, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
+        for file in files:
+            archive.write(file, file.relative_to(root or file))
+        archive.writestr(CONFIG_NAME, to_yaml(config))
+
+
+def code_files(root: Path) -> Iterator[Path]:
+    """The files below ``root`` that travel: no hidden ones, virtual environments, caches, models, data or runs."""
+    for directory, subdirectories, names in os.walk(root):
+        here = Path(directory)
+        at_the_top = here == root
+        subdirectories[:] = sorted(
+            name
+            for name in subdirectories
+            if not SKIPPED_ANYWHERE.fullmatch(name)
+            and not (at_the_top and name in SKIPPED_AT_THE_TOP)
+            and not (here / name / "pyvenv.cfg").exists()
+        )
+        for name in sorted(names):
+            skipped = SKIPPED_ANYWHERE.fullmatch(name) or (at_the_top and name == CONFIG_NAME)
+            if not skipped and (here / name).is_file():
+                yield here / name
+
+
+class Client(JobSubmissionClient):
+    """Ray's client, which would wait for ever on a host that does not answer, with a deadline on every request."""
+
+    def _do_request(self, method: str, endpoint: str, **kwargs: Any) -> Any:
+        return super()._do_request(method, endpoint, timeout=(CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S), **kwargs)
+
+
+def connect(address: str) -> Client:
+    """A client of the cluster at ``address``. Raises ClusterError, after CONNECT_TIMEOUT_S at the latest if no host
+    answers and REQUEST_TIMEOUT_S if one does but says nothing."""
+    for module in ("ray.dashboard.modules.dashboard_sdk", JobSubmissionClient.__module__):
+        logging.getLogger(module).setLevel(logging.WARNING)  # it narrates uploads and closed connections
+    with unset("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):  # Ray would prefer them to the address it is given
+        try:
+            return Client(address, headers=auth_headers())
+        except AuthenticationError as error:
+            raise ClusterError(
+                f"--address={address}: the cluster asks for a token ({first_line(error)}); save the head node's "
+                "(`ray get-auth-token` there) as ~/.ray/auth_token here, or export RAY_AUTH_TOKEN"
+            ) from error
+        except (OSError, RuntimeError, ValueError, KeyError) as error:  # OSError holds all of requests' own
+            raise ClusterError(
+                f"--address={address}: no Ray dashboard answers there ({first_line(error)}); start the head node with "
+                "`ray start --head --dashboard-host 0.0.0.0`, and check that this machine reaches that host and port"
+            ) from error
+
+
+def auth_headers() -> dict[str, str]:
+    """The token that Ray's own tools would use. Ray's client sends it by itself only where RAY_AUTH_MODE says so."""
+    if "RAY_AUTH_MODE" in os.environ:
+        return {}
+    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
+    token = os.environ.get("RAY_AUTH_TOKEN") or (file.read_text() if file.is_file() else "")
+    return {"Authorization": f"Bearer {token.strip()}"} if token.strip() else {}
+
+
+def send(client: Client, job_id: str, package: Path, config: Config) -> None:
+    """Uploads the package and starts the job. Raises ClusterError if the cluster refuses it."""
+    waits = config.timeouts
+    stop_s = waits.generate_s + waits.score_s + waits.update_s + waits.publish_s + waits.checkpoint_s
+    # `ray job stop` asks with SIGTERM and kills 3 s later, by default: a step and its checkpoint take longer
+    runtime_env = {"working_dir": str(package), "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(int(stop_s))}}
+    entrypoint = f"exec python -m jobs.cli train -c {CONFIG_NAME}"  # exec: no shell in between that signals would end
+    try:
+        client.submit_job(entrypoint=entrypoint, submission_id=job_id, runtime_env=runtime_env)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ClusterError(f"{client.get_address()} did not take job {job_id}: {first_line(error)}") from error
+
+
+def how_to(client: Client, job_id: str) -> str:
+    """The commands that follow and stop a job."""
+    auth = "RAY_AUTH_MODE=token " if auth_headers() else ""
+    where = f"--address {client.get_address()}"
+    return (
+        f"  follow: {auth}ray job logs {where} --follow {job_id}\n"
+        f"  stop after the step under way, with a checkpoint: {auth}ray job stop {where} {job_id}"
+    )
+
+
+async def follow(client: Client, job_id: str) -> JobDetails:
+    """Prints the job's log until the job has ended. Raises ClusterError after LOST_CONTACT_TIMEOUT_S of silence.
+
+    The stream is asked again when it breaks. Whether the job has ended, its status says and not the stream: a broken
+    connection can look like an idle one for ever.
+    """
+    log = LogStream()
+    heard_at = time.monotonic()
+    stream = asyncio.create_task(log.print_new(client, job_id))
+    while True:
+        await asyncio.wait({stream}, timeout=STATUS_EVERY_S)
+        try:
+            details = await asyncio.to_thread(client.get_job_info, job_id)
+            heard_at = time.monotonic()
+        except (OSError, RuntimeError, AuthenticationError) as error:
+            if time.monotonic() - heard_at > LOST_CONTACT_TIMEOUT_S:
+                raise ClusterError(
+                    f"{client.get_address()}: no word of job {job_id} for {LOST_CONTACT_TIMEOUT_S:g} s "
+                    f"({type(error).__name__}); it may still run. Once the cluster answers:\n{how_to(client, job_id)}"
+                ) from error
+            await asyncio.sleep(1)
+            continue
+        if details.status.is_terminal():
+            await asyncio.wait({stream}, timeout=LAST_LINES_TIMEOUT_S)
+            stream.cancel()
+            return details
+        if stream.done():
+            await asyncio.sleep(1)
+            stream = asyncio.create_task(log.print_new(client, job_id))
+
+
+class LogStream:
+    """Prints a job's log, each character once however often the stream breaks and starts over."""
+
+    def __init__(self) -> None:
+        self._printed = 0  # characters
+        self._trouble = ""
+
+    async def print_new(self, client: Client, job_id: str) -> None:
+        """Follows the log from its beginning, skipping what was printed, until the stream ends or breaks."""
+        position = 0
+        try:
+            async with contextlib.aclosing(client.tail_job_logs(job_id)) as chunks:
+                async for chunk in chunks:
+                    print(chunk[max(0, self._printed - position) :], end="", flush=True)
+                    position += len(chunk)
+                    self._printed = max(self._printed, position)
+        except (OSError, RuntimeError, aiohttp.ClientError) as error:
+            if first_line(error) != self._trouble:  # said once: the status still tells when the job ends
+                self._trouble = first_line(error)
+                print(f"\nthe log of {job_id} cannot be followed just now ({self._trouble}); trying again", flush=True)
+
+
+def report(details: JobDetails, job_id: str) -> int:
+    """Says how the job ended, in a line, and returns the exit code."""
+    if details.status is JobStatus.SUCCEEDED:
+        print(f"{job_id} succeeded")
+        return 0
+    if details.status is JobStatus.STOPPED:
+        print(f"{job_id} was stopped; submit it again to go on from its newest checkpoint")
+        return INTERRUPTED
+    code = details.driver_exit_code
+    if code is None:  # it never ran: the log says nothing of it
+        print(f"{job_id} did not start: {details.message}")
+        return 1
+    print(f"{job_id} failed with exit code {code}")
+    return code if code > 0 else 1  # negative: killed by that signal
+
+
+@contextlib.contextmanager
+def unset(*names: str) -> Iterator[None]:
+    """Hides environment variables for a while."""
+    hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__

@@ -1,0 +1,127 @@
+"""A reward model learns a taste from pairs; what it saves scores the same wherever it is loaded, and feeds a critic."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from actors.frozen import RewardModelActor
+from actors.group import ActorGroup, Deadline
+from actors.learner import CriticActor
+from actors.roles import LearnerGroup
+from jobs.train_reward import train_reward
+from rlhf.batch import Prompt, Rollout
+from rlhf.config import Config, RewardTrainingConfig, load_config
+from rlhf.frozen import RewardModel, answer_tokens, last_token_batch
+from rlhf.models import load_scalar
+
+pytestmark = pytest.mark.ray
+
+ROOT = Path(__file__).resolve().parents[2]
+ACCURACY_BOUND = 0.75  # about 0.85 is what is seen; an untrained model has 0.5
+TEXTS = [" moon river", " lemon", " a b c d e f g", " zebra"]
+PROMPT = "apple bear cloud door"
+
+
+def run(tiny_model_dir: Path, run_dir: Path, *overrides: str) -> dict[str, Any]:
+    fixed = [f"model.path={tiny_model_dir}", f"run_dir={run_dir}", "placement.device=cpu", "tracking.progress=false"]
+    return train_reward(load_config(ROOT / "conf" / "reward_tiny.yaml", [*fixed, *overrides], RewardTrainingConfig))
+
+
+@pytest.fixture(scope="module")
+def trained(ray_session, tiny_model_dir: Path, tmp_path_factory) -> tuple[dict[str, Any], Path]:
+    run_dir = tmp_path_factory.mktemp("reward")
+    return run(tiny_model_dir, run_dir, "data.task_args.num_rows=2048"), run_dir
+
+
+@pytest.fixture(scope="module")
+def model_dir(trained: tuple[dict[str, Any], Path]) -> Path:
+    return trained[1] / "model"
+
+
+@pytest.fixture(scope="module")
+def sequences(model_dir: Path) -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    return [answer_tokens(tokenizer, PROMPT, text) for text in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def reward_model(model_dir: Path) -> RewardModel:
+    model, device = load_scalar(str(model_dir), dtype=torch.float32), torch.device("cpu")
+    return RewardModel(str(model_dir), model, max_tokens=128, token_budget=256, device=device)
+
+
+def test_held_out_accuracy_rises(trained: tuple[dict[str, Any], Path]) -> None:
+    summary, run_dir = trained
+    before, after = summary["eval_before"], summary["eval_after"]
+    assert after["accuracy"] > ACCURACY_BOUND > before["accuracy"]
+    assert after["margin"] > before["margin"] and after["loss"] < before["loss"]
+    assert json.loads((run_dir / "summary.json").read_text()) == summary
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in metrics] == list(range(1, 2048 // 64 + 1))
+    assert {"loss", "accuracy", "margin", "mean_reward", "grad_norm", "learning_rate"} <= metrics[0].keys()
+    assert abs(metrics[-1]["mean_reward"]) < 1, "the centring term keeps scores around zero"
+
+
+def test_saved_directory_scores_alike_in_transformers(
+    model_dir: Path, reward_model: RewardModel, sequences: list[list[int]]
+) -> None:
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(model_dir), reward_model.tokenizer
+    padded = tokenizer([PROMPT + text for text in TEXTS], return_tensors="pt", padding=True, padding_side="right")
+    with torch.no_grad():
+        expected = model(input_ids=padded["input_ids"], attention_mask=padded["attention_mask"]).logits[:, 0]
+    assert expected.std() > 1e-2, "the scores must differ, or this test proves nothing"
+    torch.testing.assert_close(torch.tensor(reward_model.score_tokens(sequences)), expected, rtol=0, atol=1e-5)
+
+
+def test_the_actor_scores_with_it(
+    tiny_config, model_dir: Path, reward_model: RewardModel, sequences: list[list[int]]
+) -> None:
+    actor = RewardModelActor(tiny_config(f"reward.model.path={model_dir}", recipe="ppo_rm_tiny"))
+    actor.start()
+    prompt = Prompt(id=0, token_ids=reward_model.tokenizer(PROMPT)["input_ids"], text=PROMPT)
+    answers = [reward_model.tokenizer(text)["input_ids"] for text in TEXTS]
+    rollouts = [Rollout(prompt, i, ids, np.zeros(len(ids), np.int32), "stop") for i, ids in enumerate(answers)]
+    assert actor.score(rollouts) == {"model": pytest.approx(reward_model.score_tokens(sequences), abs=1e-5)}
+
+
+def initial_values(config: Config, sequences: list[list[int]]) -> torch.Tensor:
+    """What a fresh critic of one ZeRO-3 rank says at the last token of each sequence."""
+    env = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    handle = ray.remote(CriticActor).options(num_cpus=1, runtime_env={"env_vars": env}).remote(config, 0, 1)
+    deadline = Deadline(120, "timeouts.start_s")
+    group = ActorGroup.locate("critic", [handle], deadline).result()
+    port = ray.get(handle.free_port.remote(), timeout=60)
+    group.call("start", group.members[0].node, port, deadline=deadline, doing="starting").result()
+    values = LearnerGroup(group, config.timeouts).score(last_token_batch(sequences)).result()
+    group.kill()
+    return values
+
+
+def test_a_critic_starts_from_its_head(
+    tiny_config, model_dir: Path, reward_model: RewardModel, sequences: list[list[int]]
+) -> None:
+    config = tiny_config(f"reward.model.path={model_dir}", recipe="ppo_rm_tiny")
+    expected = torch.tensor(reward_model.score_tokens(sequences))
+    torch.testing.assert_close(initial_values(config, sequences), expected, rtol=0, atol=1e-5)
+
+
+def test_a_critic_from_a_language_model_starts_at_zero(
+    ray_session, tiny_config, model_dir: Path, sequences: list[list[int]]
+) -> None:
+    values = initial_values(tiny_config(recipe="ppo_tiny"), sequences)
+    assert (values == 0).all()
+
+
+def test_training_depends_neither_on_budget_nor_ranks(ray_session, tiny_model_dir: Path, tmp_path: Path) -> None:
+    # eps this large keeps Adam from magnifying the rounding of near-zero gradients into whole steps
+    small = ["data.task_args.num_rows=50", "data.eval_size=20", "batch_pairs=20", "learner.optimizer.eps=1e-3"]
+    one = run(tiny_model_dir, tmp_path / "one", *small, "learner.num_ranks=1")
+    two = run(tiny_model_dir, tmp_path / "two", *small, "learner.num_ranks=2", "learner.micro_batch_tokens=258")
+    assert one["eval_after"]["loss"] != pytest.approx(one["eval_before"]["loss"], abs=1e-2)
+    assert two["eval_after"] == pytest.approx(one["eval_after"], abs=1e-4)

@@ -1,0 +1,179 @@
+"""What `rlhf submit` decides before it reaches a cluster, and how it follows a log. No Ray is started."""
+
+import asyncio
+import socket
+import zipfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhf.config import Config, load_config
+from rlhf.errors import ClusterError, ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+submit = pytest.importorskip("jobs.submit")  # Ray's job client is an extra of Ray
+JobStatus = submit.JobStatus
+
+
+def config(*overrides: str, recipe: str = "grpo_tiny") -> Config:
+    return load_config(ROOT / "conf" / f"{recipe}.yaml", overrides)
+
+
+@pytest.mark.parametrize(
+    "address", ["head:8265", "ray://head:10001", "auto", "http://", "http://head:port", "http://[::1"]
+)
+def test_address_must_be_a_url(address: str) -> None:
+    with pytest.raises(ConfigError, match="http://HEAD:8265"):
+        submit.check_address(address)
+
+
+def test_local_paths_become_absolute_and_names_stay(tmp_path: Path) -> None:
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    sent = submit.for_cluster(
+        config(
+            "model.path=models/tiny",
+            "reference.path=Qwen/Qwen2.5-7B-Instruct",
+            "critic.path=/shared/critic",
+            "reward.model.path=../rm",
+            "data.eval=data/eval.jsonl",
+            "checkpoint.resume=runs/old/checkpoints/step-000010",
+        ),
+        tmp_path,
+    )
+    assert sent.model.path == str(tmp_path / "models/tiny")
+    assert sent.reference.path == "Qwen/Qwen2.5-7B-Instruct"
+    assert sent.critic.path == "/shared/critic"
+    assert sent.reward.model is not None and sent.reward.model.path == str(tmp_path.parent / "rm")
+    assert (sent.data.train, sent.data.eval) == ("task:phrases", str(tmp_path / "data/eval.jsonl"))
+    assert sent.run_dir == str(tmp_path / "runs/grpo_tiny")
+    assert sent.checkpoint.resume == str(tmp_path / "runs/old/checkpoints/step-000010")
+    assert submit.for_cluster(config(), tmp_path).checkpoint.resume == "auto"
+
+
+def test_ray_address_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"ray\.address=auto"):
+        submit.for_cluster(config("ray.address=auto"), ROOT)
+
+
+def test_package_holds_code_and_the_exact_configuration(tmp_path: Path) -> None:
+    root = tmp_path / "code"
+    kept = ["jobs/cli.py", "rlhf/models/__init__.py", "mine/rewards.py", "conf/base.yaml"]
+    dropped = [
+        ".env",
+        ".git/config",
+        "models/a.bin",
+        "runs/x",
+        "data/t.jsonl",
+        "rlhf/__pycache__/c.pyc",
+        "env/bin/python",
+    ]
+    for name in [*kept, *dropped, "env/pyvenv.cfg", submit.CONFIG_NAME]:
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("x")
+    sent = submit.for_cluster(config("num_steps=7", recipe="grpo_7b_2x8a100"), tmp_path)
+    submit.pack(tmp_path / "p.zip", root, sent)
+    with zipfile.ZipFile(tmp_path / "p.zip") as archive:
+        assert sorted(archive.namelist()) == sorted([*kept, submit.CONFIG_NAME])
+        archive.extract(submit.CONFIG_NAME, tmp_path)
+    assert load_config(tmp_path / submit.CONFIG_NAME) == sent
+
+
+def test_checkout_is_the_default_and_fits(tmp_path: Path) -> None:
+    root = submit.code_directory(None, installed=False)
+    assert root == ROOT
+    submit.pack(tmp_path / "p.zip", root, config())
+    with zipfile.ZipFile(tmp_path / "p.zip") as archive:
+        names = set(archive.namelist())
+    assert {"jobs/cli.py", "actors/cluster.py", "rlhf/config.py", submit.CONFIG_NAME} <= names
+    assert not [name for name in names if name.startswith((".", "models/", "runs/"))]
+
+
+def test_installed_sends_the_configuration_alone(tmp_path: Path) -> None:
+    assert submit.code_directory(None, installed=True) is None
+    submit.pack(tmp_path / "p.zip", None, config())
+    assert zipfile.ZipFile(tmp_path / "p.zip").namelist() == [submit.CONFIG_NAME]
+    with pytest.raises(ConfigError, match="--installed"):
+        submit.code_directory(tmp_path, installed=True)
+
+
+def test_large_upload_is_refused(tmp_path: Path) -> None:
+    with (tmp_path / "checkpoint.bin").open("wb") as file:
+        file.truncate((submit.WORKING_DIR_LIMIT_MIB + 1) << 20)
+    with pytest.raises(ConfigError, match=r"101 MiB.*checkpoint\.bin"):
+        submit.pack(tmp_path / "p.zip", tmp_path, config())
+
+
+def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "http://elsewhere:1")  # Ray's client would follow this one
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+    with pytest.raises(ClusterError, match=rf"127.0.0.1:{port}: no Ray dashboard answers"):
+        submit.connect(f"http://127.0.0.1:{port}")
+
+
+@pytest.mark.timeout(20)
+def test_a_silent_listener_meets_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit, "REQUEST_TIMEOUT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ClusterError, match="timed out"):
+        submit.connect(f"http://127.0.0.1:{silent.getsockname()[1]}")
+
+
+def test_token_is_sent_where_ray_would_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    assert submit.auth_headers() == {}
+    (tmp_path / "token").write_text("abc\n")
+    assert submit.auth_headers() == {"Authorization": "Bearer abc"}
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    assert submit.auth_headers() == {}  # Ray's client acts on this by itself
+
+
+class FakeClient:
+    """A job whose log stream breaks once, after its first chunk."""
+
+    def __init__(self, *statuses: Any) -> None:
+        self.statuses = list(statuses)
+        self.streams = [["one\n", OSError("broken")], ["one\n", "two\n"]]
+
+    def get_address(self) -> str:
+        return "http://head:8265"
+
+    def get_job_info(self, job_id: str) -> SimpleNamespace:
+        status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+        if isinstance(status, Exception):
+            raise status
+        return SimpleNamespace(status=status, driver_exit_code=0, message="")
+
+    async def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
+        for chunk in self.streams.pop(0) if self.streams else []:
+            if isinstance(chunk, Exception):
+                raise chunk
+            yield chunk
+
+
+def test_a_broken_log_stream_goes_on_where_it_broke(capsys: pytest.CaptureFixture[str]) -> None:
+    client = FakeClient(JobStatus.RUNNING, JobStatus.RUNNING, OSError("blip"), JobStatus.SUCCEEDED)
+    details = asyncio.run(submit.follow(client, "job"))
+    assert details.status is JobStatus.SUCCEEDED
+    printed = capsys.readouterr().out
+    assert (printed.count("one"), printed.count("two"), printed.count("broken")) == (1, 1, 1)
+
+
+def test_a_lost_cluster_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit, "LOST_CONTACT_TIMEOUT_S", 0.5)
+    with pytest.raises(ClusterError, match="may still run"):
+        asyncio.run(submit.follow(FakeClient(OSError("gone")), "job"))
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [("SUCCEEDED", 0, 0), ("STOPPED", None, 130), ("FAILED", 2, 2), ("FAILED", -9, 1), ("FAILED", None, 1)],
+)
+def test_exit_codes(status: str, code: int | None, expected: int) -> None:
+    details = SimpleNamespace(status=JobStatus(status), driver_exit_code=code, message="why")
+    assert submit.report(details, "job") == expected
