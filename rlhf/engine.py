@@ -175,10 +175,18 @@ class Engine:
             for name, value in stats.items():
                 sums[name] = sums.get(name, torch.zeros((), device=self.device)) + value.detach().float()
         learning_rate = self.engine.get_lr()[0]
+        norm = self._plain_grad_norm()
         self.engine.step()
-        norm = self.engine.get_global_grad_norm()
-        totals = self._sum_over_ranks(sums)
-        return {**totals, "grad_norm": float(norm) if norm is not None else math.nan, "learning_rate": learning_rate}
+        norm = self.engine.get_global_grad_norm() if norm is None else norm
+        return {**self._sum_over_ranks(sums), "grad_norm": float(norm), "learning_rate": learning_rate}
+
+    def _plain_grad_norm(self) -> Tensor | None:
+        """The gradient norm of stage 0 in float32, where DeepSpeed clips with torch and keeps no norm; else None."""
+        if self.config.zero_stage > 0 or self.engine.bfloat16_enabled():
+            return None
+        self.engine.allreduce_gradients()  # step() does it again, and finds the ranks' means equal
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients)
 
     def _inputs(self, batch: TrainBatch | None) -> PackedInputs:
         return packed_inputs(_dummy_batch() if batch is None else batch, self.device)

@@ -47,7 +47,7 @@ class RewardModel:
         self, path: str, model: ScalarModel, *, max_tokens: int, token_budget: int, device: torch.device
     ) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(path)
-        self._max_tokens = min(max_tokens, token_budget)
+        self._max_tokens = min(max_tokens, token_budget - 1)  # last_token_batch appends one
         self._scorer = FrozenScorer(model, rank=0, num_ranks=1, token_budget=token_budget, device=device)
 
     def score(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> list[float]:

@@ -82,7 +82,7 @@ def one_rank_one_batch(ray_session, tiny_config, tmp_path_factory):
             "learner.gradient_checkpointing=true",
         ),
     ],
-    ids=["small budget", "two ranks", "two ranks zero-2", "no zero"],
+    ids=["small budget", "two ranks", "two ranks zero-2", "two ranks without zero"],
 )
 def test_update_depends_neither_on_budget_nor_ranks(
     one_rank_one_batch, tiny_config, tmp_path: Path, overrides: tuple[str, ...]

@@ -1,0 +1,129 @@
+"""Whole runs on the tiny model: reward rises, what a run leaves behind, stopping, resuming, and dying with a name."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from actors.group import ActorGroup, Deadline
+from jobs.train import train
+from rlhf.batch import Prompt, Rollout
+from rlhf.errors import ActorError, DeadlineError
+
+pytestmark = pytest.mark.ray
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_grpo_learns_and_leaves_a_whole_run_directory(ray_session, tiny_config) -> None:
+    config = tiny_config("num_steps=20", "tracking.completions_every_steps=10")
+    summary = train(config)
+    run_dir = Path(config.run_dir)
+
+    assert summary["eval_before"]["reward"] < 0.6
+    assert summary["eval_after"]["reward"] > 0.75
+    assert json.loads((run_dir / "summary.json").read_text()) == summary
+    assert summary["status"] == "completed"
+    assert {"generate", "score", "update", "publish"} <= summary["phases"].keys()
+
+    metrics = lines(run_dir / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == list(range(1, 21))
+    for name in (
+        "reward",
+        "rewards/even_tokens/mean",
+        "kl",
+        "entropy",
+        "clip_ratio/region_mean",
+        "frac_reward_zero_std",
+    ):
+        assert name in metrics[-1]
+    assert {m["staleness/max"] for m in metrics} == {0}
+    assert {line["step"] for line in lines(run_dir / "completions.jsonl")} == {10, 20}
+    assert list((run_dir / "tensorboard").iterdir())
+
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "model")
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "model")
+    ids = tokenizer("red door", return_tensors="pt")
+    completion = model.generate(**ids, max_new_tokens=24, do_sample=False, eos_token_id=-1)[
+        0, ids["input_ids"].shape[1] :
+    ]
+    assert (completion % 2 == 0).float().mean() > 0.75, "the saved model is the one that learned"
+
+
+def test_resumed_run_repeats_the_uninterrupted_one(ray_session, tiny_config) -> None:
+    whole, parts = tiny_config("num_steps=4"), tiny_config("num_steps=2", "checkpoint.every_steps=1")
+    train(whole)
+    train(parts)
+    resumed = tiny_config("num_steps=4", f"run_dir={parts.run_dir}")
+    train(resumed)
+    expected = lines(Path(whole.run_dir) / "metrics.jsonl")
+    actual = lines(Path(parts.run_dir) / "metrics.jsonl")
+    assert [m["step"] for m in actual] == [1, 2, 3, 4]
+    for ours, theirs in zip(actual, expected, strict=True):
+        for name in ("reward", "loss", "grad_norm", "kl", "entropy", "num_tokens"):
+            assert ours[name] == theirs[name], f"{name} at step {ours['step']}"
+
+
+def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(tiny_model_dir: Path, tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-m", "jobs.cli", "train", "-c", "conf/grpo_tiny.yaml", f"model.path={tiny_model_dir}"),
+        *(f"run_dir={tmp_path}", "num_steps=100000", "learner.num_ranks=1", "algorithm.beta=0", "placement.device=cpu"),
+    ]
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        ends = time.monotonic() + 150
+        metrics = tmp_path / "metrics.jsonl"
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 2):
+            assert time.monotonic() < ends and process.poll() is None, process.communicate(timeout=30)[0]
+            time.sleep(0.2)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole foreground group
+        output, _ = process.communicate(timeout=90)
+    finally:
+        process.kill()
+    assert process.returncode == 130, output
+    assert "stopping at the end of this step" in output
+    assert "goes on from there" in output
+    done = lines(metrics)[-1]["step"]
+    assert (tmp_path / "checkpoints" / f"step-{done:06d}" / "driver.json").is_file()
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
+
+
+def test_a_dead_rank_is_named_at_once(live) -> None:
+    _, cluster, roles = live
+    roles.rollouts.publish(20)
+    member = cluster.group("reward").members[0]
+    pid = ray.get(member.handle.__ray_call__.remote(lambda actor: os.getpid()), timeout=30)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ActorError, match=r"reward\[0\] on \S+: died while giving rewards"):
+        roles.reward.score([Rollout(Prompt(0, [5], "x"), 0, [6], np.zeros(1, np.int32), "stop")]).result()
+
+
+def test_a_wait_that_is_too_long_names_who_and_which_key(live) -> None:
+    _, cluster, _ = live
+    member = cluster.group("reference").members[0]
+    sleeping = member.handle.__ray_call__.remote(lambda actor: time.sleep(3))
+    call = ActorGroup([member]).call("node", deadline=Deadline(0.5, "timeouts.score_s"), doing="scoring a batch")
+    with pytest.raises(DeadlineError, match=r"reference\[0\] on .*still busy with scoring a batch.*timeouts\.score_s"):
+        call.result()
+    ray.get(sleeping, timeout=30)
