@@ -186,6 +186,7 @@ class LearnerConfig:
     zero_stage: int = 3
     offload_optimizer: bool = False
     gradient_checkpointing: bool = True
+    compile: bool = False  # torch.compile the decoder layers; needs zero_stage < 3
     micro_batch_tokens: int = 8192  # token budget of one packed forward
     logits_chunk_tokens: int = 1024  # the LM head runs on so many tokens at once
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -205,6 +206,11 @@ class LearnerConfig:
         _require(
             self.zero_stage in (0, 1, 2, 3),
             f"{self.SECTION}.zero_stage={self.zero_stage} does not exist; use 0, 1, 2 or 3",
+        )
+        _require(
+            not self.compile or self.zero_stage < 3,
+            f"{self.SECTION}.compile=true does not go with {self.SECTION}.zero_stage=3, which gathers weights within each "
+            "layer; use zero_stage 0, 1 or 2, or compile=false",
         )
         _require(
             not self.offload_optimizer or self.zero_stage > 0,

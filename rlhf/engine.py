@@ -123,6 +123,8 @@ class Engine:
         model = load_model()
         if config.gradient_checkpointing:
             model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if config.compile:
+            model.compile_layers()
         optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], config, device)
         schedule: Any = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: lr_factor(step, config.optimizer, total_steps)

@@ -4,6 +4,8 @@ A packed forward takes all tokens of a micro-batch as one row ``[1, T]`` without
 sequence border, positions restart at each, and vocabulary-sized logits exist for some hundred tokens at a time only.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -94,42 +96,66 @@ def _spans(borders: Tensor) -> list[tuple[int, int]]:
 AttentionInterface.register(PACKED_ATTENTION, _packed_attention)
 
 
+def _score_chunk(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """logits [n, V] -> log-probability of the targets, entropy, and log normaliser, float32 [n]."""
+    z = logits.float() / temperature
+    norm = z.logsumexp(-1)
+    entropy = norm - ((z - norm[:, None]).exp() * z).sum(-1)
+    return z.gather(-1, targets[:, None])[:, 0] - norm, entropy, norm
+
+
+def _logits_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    norm: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor,
+    temperature: float,
+) -> Tensor:
+    """The gradient of a chunk's logits [n, V], in their dtype.
+
+    With ``p = softmax(z)``: ``d logp_t / dz = onehot(t) - p`` and ``dH / dz = -p (log p + H)``.
+    """
+    log_p = logits.float() / temperature - norm[:, None]
+    at_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    own = torch.where(at_target, grad_logprobs[:, None], 0.0)
+    rest = grad_logprobs[:, None] + grad_entropy[:, None] * (log_p + entropy[:, None])
+    return ((own - log_p.exp() * rest) / temperature).to(logits.dtype)
+
+
+@functools.cache
+def _fused(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    """On a GPU, one kernel for what would be a dozen passes over vocabulary-sized tensors."""
+    return torch.compile(function, dynamic=True) if device_type == "cuda" else function
+
+
 class _ChunkedLogprobs(torch.autograd.Function):
     """log softmax at the targets, and entropy, of ``hidden @ weight.T / temperature``, without whole logits.
 
-    Forward keeps hidden states and one normaliser per token; backward recomputes each chunk's logits. With
-    ``p = softmax(z)``, ``H`` the entropy: ``d logp_t / dz = onehot(t) - p`` and ``dH / dz = -p (log p + H)``.
+    Forward keeps hidden states, one normaliser and one entropy per token; backward recomputes each chunk's logits.
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
     ) -> tuple[Tensor, Tensor]:
-        logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
-        entropy, normaliser = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for part in _chunks(len(hidden), chunk):
-            logits = (hidden[part] @ weight.T).float().div_(temperature)
-            norm = logits.logsumexp(-1)
-            logprobs[part] = logits.gather(-1, targets[part, None])[:, 0] - norm
-            entropy[part] = norm - (logits.sub(norm[:, None]).exp_() * logits).sum(-1)
-            normaliser[part] = norm
-        ctx.save_for_backward(hidden, weight, targets, normaliser, entropy)
+        score = _fused(_score_chunk, hidden.device.type)
+        parts = [score(hidden[part] @ weight.T, targets[part], temperature) for part in _chunks(len(hidden), chunk)]
+        logprobs, entropy, norm = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, weight, targets, norm, entropy)
         ctx.temperature, ctx.chunk = temperature, chunk
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_logprobs, grad_entropy = grads
-        hidden, weight, targets, normaliser, entropy = ctx.saved_tensors
+        hidden, weight, targets, norm, entropy = ctx.saved_tensors
+        gradient = _fused(_logits_gradient, hidden.device.type)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for part in _chunks(len(hidden), ctx.chunk):
-            log_p = (hidden[part] @ weight.T).float().div_(ctx.temperature).sub_(normaliser[part, None])
-            p = log_p.exp()
-            scale = grad_logprobs[part, None] + grad_entropy[part, None] * (log_p + entropy[part, None])
-            grad_logits = scale.neg_().mul_(p)
-            grad_logits.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
-            grad_logits = grad_logits.div_(ctx.temperature).to(hidden.dtype)
+            per_token = (x[part] for x in (targets, norm, entropy, *grads))
+            grad_logits = gradient(hidden[part] @ weight.T, *per_token, ctx.temperature)
             grad_hidden[part] = grad_logits @ weight
             grad_weight += grad_logits.T @ hidden[part]
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
@@ -159,6 +185,11 @@ class PackedModel(nn.Module):
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
         self.lm = lm
+
+    def compile_layers(self) -> None:
+        """Fuses the element-wise work of every decoder layer. Not under ZeRO-3, whose hooks cut each layer to pieces."""
+        for layer in getattr(self.lm, self.lm.base_model_prefix).layers:
+            layer.compile(dynamic=True)
 
     def hidden(self, inputs: PackedInputs) -> Tensor:
         """The last hidden states, ``[T, H]``."""

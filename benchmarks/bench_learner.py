@@ -1,0 +1,131 @@
+"""The policy learner alone: tokens/s, MFU and peak memory of one update over ragged sequences, for several settings.
+
+    python -m benchmarks.bench_learner MODEL_DIR [--sequences 512] [--variants compile ...] [--out result.json]
+    python -m benchmarks.bench_learner --tiny MODEL_DIR          # seconds on a CPU; what the test runs
+"""
+
+import argparse
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from rlhf.batch import TrainBatch
+from rlhf.config import AlgorithmConfig, LearnerConfig
+from rlhf.engine import Engine, init_distributed, local_rank_device, resolve_dtype
+from rlhf.learner import PolicyLearner
+from rlhf.models import load_policy
+from rlhf.roofline import device_peaks, shape_of, update_flops
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "no-checkpointing": {"gradient_checkpointing": False},
+    "zero1": {"zero_stage": 1, "gradient_checkpointing": False},
+    "compile": {"zero_stage": 1, "gradient_checkpointing": False, "compile": True},
+    "compile-32k": {"zero_stage": 1, "gradient_checkpointing": False, "compile": True, "micro_batch_tokens": 32768},
+    "compile-chunk4k": {"zero_stage": 1, "gradient_checkpointing": False, "compile": True, "logits_chunk_tokens": 4096},
+}
+
+
+def ragged_batch(num_sequences: int, prompt_tokens: int, median: int, longest: int, vocab: int) -> TrainBatch:
+    """Completion lengths lognormal around ``median``, at most ``longest``; median = longest gives equal lengths."""
+    generator = torch.Generator().manual_seed(0)
+    spread = 0.0 if median == longest else 0.7
+    drawn = torch.exp(math.log(median) + spread * torch.randn(num_sequences, generator=generator))
+    completions = drawn.round().long().clamp(1, longest)
+    prompts = torch.full_like(completions, prompt_tokens)
+    num_tokens = int(completions.sum())
+    return TrainBatch(
+        tokens=torch.randint(3, vocab, (int((prompts + completions).sum()),), generator=generator),
+        prompt_lengths=prompts,
+        completion_lengths=completions,
+        truncated=torch.zeros(num_sequences, dtype=torch.bool),
+        versions=torch.zeros(num_tokens, dtype=torch.int32),
+        advantages=torch.randn(num_tokens, generator=generator),
+    )
+
+
+def measure(model: str, batch: TrainBatch, variant: dict[str, Any], repeats: int, longest: int) -> dict[str, float]:
+    """Seconds of an update after one warm-up, and what follows from them."""
+    device = local_rank_device()
+    config = LearnerConfig(**{"micro_batch_tokens": 16384, **variant})
+    dtype = resolve_dtype("auto", device)
+
+    def load() -> Any:
+        return load_policy(model, dtype=dtype, temperature=1.0, chunk_tokens=config.logits_chunk_tokens)
+
+    engine = Engine(load, config, dtype=dtype, device=device, total_steps=10)
+    algorithm = AlgorithmConfig(prompts_per_step=batch.num_sequences // 8, group_size=8)
+    learner = PolicyLearner(engine, algorithm, seed=0, max_completion_tokens=longest)
+    started = time.perf_counter()
+    learner.update(batch)
+    first = time.perf_counter() - started
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        learner.update(batch)
+        times.append(time.perf_counter() - started)
+    seconds = sorted(times)[len(times) // 2]
+    num_tokens = len(batch.tokens)
+    flops = update_flops(shape_of(engine.model.lm.config), batch.sequence_lengths.tolist(), batch.num_completion_tokens)
+    peaks = device_peaks(torch.cuda.get_device_name()) if device.type == "cuda" else None
+    result = {
+        "first_s": first,
+        "update_s": seconds,
+        "tokens_per_s": num_tokens / seconds,
+        "tflops": flops / seconds / 1e12,
+        "mfu": flops / seconds / peaks.flops if peaks else math.nan,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else math.nan,
+    }
+    engine.engine.destroy()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--sequences", type=int, default=512)
+    parser.add_argument("--prompt", type=int, default=100)
+    parser.add_argument("--median", type=int, default=330)
+    parser.add_argument("--longest", type=int, default=1024)
+    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if args.tiny:
+        args.sequences, args.prompt, args.median, args.longest = 16, 8, 12, 24
+        args.variants, args.repeats = ["default", "zero1"], 1
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777"}
+    init_distributed(local_rank_device(), 600)
+    vocab = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
+    batch = ragged_batch(args.sequences, args.prompt, args.median, args.longest, vocab)
+    table = Table("variant", "update s", "tokens/s", "TFLOP/s", "MFU", "peak GiB", "first s")
+    results = {}
+    for name in args.variants:
+        results[name] = r = measure(args.model, batch, VARIANTS[name], args.repeats, args.longest)
+        table.add_row(
+            name,
+            f"{r['update_s']:.2f}",
+            f"{r['tokens_per_s']:,.0f}",
+            f"{r['tflops']:.0f}",
+            f"{r['mfu']:.1%}",
+            f"{r['peak_gib']:.1f}",
+            f"{r['first_s']:.1f}",
+        )
+        print(name, r, flush=True)
+    Console().print(table)
+    if args.out:
+        args.out.write_text(json.dumps({"tokens": len(batch.tokens), "variants": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
