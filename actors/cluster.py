@@ -113,6 +113,14 @@ class ActorCluster:
         """The actors of a role."""
         return self._groups[role]
 
+    def peak_memory_gib(self) -> dict[str, dict[str, float]]:
+        """For each role the most that one of its actors has held, on the host and on its GPU."""
+        peaks: dict[str, dict[str, float]] = {}
+        for role, group in self._groups.items():
+            members = group.call("peak_memory_gib", deadline=self._deadline, doing="measuring memory").result()
+            peaks[role] = {kind: max(member[kind] for member in members) for kind in members[0]}
+        return peaks
+
     def _create(
         self, role: str, actor: type, make_args: Callable[[int, int], tuple[Any, ...]], **options: Any
     ) -> Call[ActorGroup]:

@@ -149,6 +149,17 @@ class RankActor:
             probe.bind(("", 0))
             return probe.getsockname()[1]
 
+    def peak_memory_gib(self) -> dict[str, float]:
+        """The most this process has held: resident on the host, and reserved on its GPU if it has one."""
+        import resource
+
+        import torch
+
+        peak = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+        if torch.cuda.is_available():
+            peak["gpu"] = torch.cuda.max_memory_reserved() / 2**30
+        return peak
+
     def visible_devices(self) -> str:
         """CUDA_VISIBLE_DEVICES as this process sees it."""
         import os

@@ -73,13 +73,6 @@ class EngineActor(RankActor):
     def save_model(self, directory: str) -> None:
         self._learner.engine.save_model(directory)
 
-    def memory(self) -> dict[str, float]:
-        """Peak bytes of this process on its device, and resident on the host."""
-        import psutil
-
-        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-        return {"gpu_peak_bytes": float(peak), "rss_bytes": float(psutil.Process().memory_info().rss)}
-
 
 class LearnerActor(EngineActor):
     """One rank of the policy learner; also the sending end of weight publishes."""

@@ -289,6 +289,12 @@ class RolloutActor(RankActor):
     def wake(self) -> None:
         self._loop.call(lambda engine: engine.wake_up())
 
+    def peak_memory_gib(self) -> dict[str, float]:
+        """As of any actor; on a GPU the engine's processes hold the memory."""
+        host = super().peak_memory_gib()["host"]
+        peaks = self._rpc("peak_gpu_memory_bytes") if self._loop.spec.device == "gpu" else []
+        return {"host": host} | ({"gpu": max(peaks) / 2**30} if peaks else {})
+
     def _rpc(self, method: str, *args: Any) -> Any:
         return self._loop.call(lambda engine: engine.collective_rpc(method, args=args))
 

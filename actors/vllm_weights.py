@@ -106,6 +106,10 @@ def repack_tied_heads(model: torch.nn.Module) -> None:
 class WorkerExtension:
     """Methods added to vLLM's worker class; called through ``collective_rpc``."""
 
+    def peak_gpu_memory_bytes(self) -> int:
+        """The most that this process has had reserved."""
+        return torch.cuda.max_memory_reserved()
+
     def received_checksums(self) -> list[int]:
         """The checksum of every bucket of the last update, in order."""
         return self.weight_transfer_engine.checksums  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """The policy learner alone: tokens/s, MFU and peak memory of one update over ragged sequences, for several settings.
 
-    python -m benchmarks.bench_learner MODEL_DIR [--sequences 512] [--variants compile ...] [--out result.json]
-    python -m benchmarks.bench_learner --tiny MODEL_DIR          # seconds on a CPU; what the test runs
+python -m benchmarks.bench_learner MODEL_DIR [--sequences 512] [--variants compile ...] [--out result.json]
+python -m benchmarks.bench_learner --tiny MODEL_DIR          # seconds on a CPU; what the test runs
 """
 
 import argparse
@@ -104,7 +104,8 @@ def main() -> None:
     if args.tiny:
         args.sequences, args.prompt, args.median, args.longest = 16, 8, 12, 24
         args.variants, args.repeats = ["default", "zero1"], 1
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777"}
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777"}
     init_distributed(local_rank_device(), 600)
     vocab = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
     batch = ragged_batch(args.sequences, args.prompt, args.median, args.longest, vocab)

@@ -55,8 +55,8 @@ def train(config: Config) -> dict[str, Any]:
             with stops_at_step_end(driver):
                 driver.run()
             final_model = save_final(config, driver, tokenizer, run_dir)
-            device = cluster.device
-    return summarise(driver, tracker, run_dir, final_model, device)
+            device, memory = cluster.device, cluster.peak_memory_gib()
+    return summarise(driver, tracker, run_dir, final_model, device, memory)
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -119,7 +119,14 @@ def save_final(config: Config, driver: Driver, tokenizer: PreTrainedTokenizerBas
     return final
 
 
-def summarise(driver: Driver, tracker: Tracker, run_dir: Path, final_model: Path | None, device: str) -> dict[str, Any]:
+def summarise(
+    driver: Driver,
+    tracker: Tracker,
+    run_dir: Path,
+    final_model: Path | None,
+    device: str,
+    memory: dict[str, dict[str, float]],
+) -> dict[str, Any]:
     """Writes summary.json and prints it as a table; says how to go on after a stop."""
     finished = driver.step >= driver.config.num_steps
     evaluations = dict(sorted(driver.evaluations.items()))
@@ -131,6 +138,7 @@ def summarise(driver: Driver, tracker: Tracker, run_dir: Path, final_model: Path
         steps=driver.step,
         tracker=tracker,
         device=device,
+        peak_memory_gib=memory,
         final_model=final_model,
         status="completed" if finished else "interrupted",
     )

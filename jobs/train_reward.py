@@ -47,7 +47,7 @@ def train_reward(config: RewardTrainingConfig) -> dict[str, Any]:
             final = run_dir / "model"
             cluster.learner().save_model(str(final))
             tokenizer.save_pretrained(final)
-            device = cluster.device
+            device, memory = cluster.device, cluster.peak_memory_gib()
     summary = write_summary(
         run_dir,
         eval_before=evaluations.get(0),
@@ -55,6 +55,7 @@ def train_reward(config: RewardTrainingConfig) -> dict[str, Any]:
         steps=num_steps,
         tracker=tracker,
         device=device,
+        peak_memory_gib=memory,
         final_model=final,
         status="completed",
     )

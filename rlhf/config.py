@@ -209,8 +209,8 @@ class LearnerConfig:
         )
         _require(
             not self.compile or self.zero_stage < 3,
-            f"{self.SECTION}.compile=true does not go with {self.SECTION}.zero_stage=3, which gathers weights within each "
-            "layer; use zero_stage 0, 1 or 2, or compile=false",
+            f"{self.SECTION}.compile=true does not go with {self.SECTION}.zero_stage=3, which gathers weights within "
+            "each layer; use zero_stage 0, 1 or 2, or compile=false",
         )
         _require(
             not self.offload_optimizer or self.zero_stage > 0,

@@ -66,8 +66,10 @@ class Driver:
             self.record(rollouts, batch, scores, metrics)
             if self.is_due(self.config.eval_every_steps) or self.step == self.config.num_steps:
                 self.evaluate()
-            if self.is_due(self.config.checkpoint.every_steps) or self.is_last():
+            if self.is_due(self.config.checkpoint.every_steps):
                 self.save()
+        if self.step not in self.checkpoints.steps():
+            self.save()
 
     def generate(self) -> tuple[list[Rollout], Pending[Scores]]:
         """This step's rollouts, groups contiguous and in prompt order, and their rewards on the way."""
@@ -155,9 +157,6 @@ class Driver:
 
     def is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
-
-    def is_last(self) -> bool:
-        return self.step == self.config.num_steps or self.stop_requested
 
 
 def first_of_each(batch: TrainBatch) -> Tensor:

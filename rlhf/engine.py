@@ -74,7 +74,7 @@ def deepspeed_config(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any
 def make_optimizer(
     parameters: list[nn.Parameter], config: LearnerConfig, device: torch.device
 ) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter 2019): torch's, fused on GPU; DeepSpeed's CPU one where the state is offloaded."""
+    """AdamW (Loshchilov & Hutter 2019): torch's fused one; DeepSpeed's CPU one where the state is offloaded."""
     settings = config.optimizer
     kwargs: dict[str, Any] = {
         "lr": settings.learning_rate,
@@ -86,7 +86,7 @@ def make_optimizer(
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(parameters, **kwargs)
-    return torch.optim.AdamW(parameters, fused=device.type == "cuda", **kwargs)
+    return torch.optim.AdamW(parameters, fused=True, **kwargs)
 
 
 def lr_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
@@ -125,7 +125,7 @@ class Engine:
             model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if config.compile:
             model.compile_layers()
-        optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], config, device)
+        optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], config)
         schedule: Any = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: lr_factor(step, config.optimizer, total_steps)
         )
@@ -177,9 +177,10 @@ class Engine:
             for name, value in stats.items():
                 sums[name] = sums.get(name, torch.zeros((), device=self.device)) + value.detach().float()
         learning_rate = self.engine.get_lr()[0]
-        norm = self._plain_grad_norm()
+        plain_norm = self._plain_grad_norm()
         self.engine.step()
-        norm = self.engine.get_global_grad_norm() if norm is None else norm
+        norm = self.engine.get_global_grad_norm() if plain_norm is None else plain_norm
+        assert norm is not None, "DeepSpeed keeps the norm wherever ZeRO or bfloat16 is on"
         return {**self._sum_over_ranks(sums), "grad_norm": float(norm), "learning_rate": learning_rate}
 
     def _plain_grad_norm(self) -> Tensor | None:

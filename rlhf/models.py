@@ -187,7 +187,7 @@ class PackedModel(nn.Module):
         self.lm = lm
 
     def compile_layers(self) -> None:
-        """Fuses the element-wise work of every decoder layer. Not under ZeRO-3, whose hooks cut each layer to pieces."""
+        """Fuses the element-wise work of each decoder layer. Not under ZeRO-3, whose hooks would cut it to pieces."""
         for layer in getattr(self.lm, self.lm.base_model_prefix).layers:
             layer.compile(dynamic=True)
 

@@ -57,7 +57,7 @@ def shape_of(config: Any) -> ModelShape:
 def forward_flops(shape: ModelShape, lengths: Sequence[int], num_completion_tokens: int) -> float:
     """FLOPs of one forward over packed sequences (Kaplan et al. 2020, section 2.1, with causal attention).
 
-        2 * body * tokens + 2 * head * completion tokens + 2 * layers * attention_size * sum(length^2)
+    2 * body * tokens + 2 * head * completion tokens + 2 * layers * attention_size * sum(length^2)
     """
     return (
         2.0 * shape.body_parameters * sum(lengths)
@@ -67,5 +67,5 @@ def forward_flops(shape: ModelShape, lengths: Sequence[int], num_completion_toke
 
 
 def update_flops(shape: ModelShape, lengths: Sequence[int], num_completion_tokens: int) -> float:
-    """FLOPs a training pass needs: forward, and backward at twice that. Recomputation is not counted: it is overhead."""
+    """FLOPs that a training pass needs: forward, and backward at twice that. Recomputation is overhead, not counted."""
     return 3.0 * forward_flops(shape, lengths, num_completion_tokens)

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,13 +28,14 @@ def write_summary(
     steps: int,
     tracker: Tracker,
     device: str,
+    peak_memory_gib: Mapping[str, Mapping[str, float]],
     final_model: str | Path | None,
     status: Status,
 ) -> dict[str, Any]:
     """Writes ``run_dir/summary.json``, whole or not at all, and returns what it holds.
 
     ``eval_before`` and ``eval_after``: metrics of the held-out prompts before the first and after the last step, None
-    if not evaluated. ``steps``: training steps finished.
+    if not evaluated. ``steps``: training steps finished. ``peak_memory_gib``: of each role, on ``host`` and ``gpu``.
     """
     summary = {
         "status": status,
@@ -44,6 +46,7 @@ def write_summary(
         "wall_s": tracker.wall_s,
         "phases": dict(tracker.phases),
         "device": device,
+        "peak_memory_gib": {role: dict(peak) for role, peak in peak_memory_gib.items()},
         "final_model": None if final_model is None else str(final_model),
         "versions": versions(),
     }
@@ -73,6 +76,8 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
     for name, seconds in summary["phases"].items():
         table.add_row(f"  {name}", f"{seconds:.1f} s ({seconds / summary['wall_s']:.0%})")
     table.add_row("device", summary["device"])
+    for role, peak in summary["peak_memory_gib"].items():
+        table.add_row(f"  {role}", ", ".join(f"{gib:.1f} GiB {kind}" for kind, gib in peak.items()))
     if summary["final_model"] is not None:
         table.add_row("final model", summary["final_model"])
     table.add_row("versions", ", ".join(f"{name} {version}" for name, version in summary["versions"].items()))

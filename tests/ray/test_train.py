@@ -13,7 +13,10 @@ import pytest
 import ray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from actors.cluster import reward_weights
 from actors.group import ActorGroup, Deadline
+from actors.reward import RewardActor
+from actors.roles import RewardGroup
 from jobs.train import train
 from rlhf.batch import Prompt, Rollout
 from rlhf.errors import ActorError, DeadlineError
@@ -109,14 +112,17 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(tiny_model_dir: Pa
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
 
 
-def test_a_dead_rank_is_named_at_once(live) -> None:
-    _, cluster, roles = live
-    roles.rollouts.publish(20)
-    member = cluster.group("reward").members[0]
+def test_a_dead_rank_is_named_at_once(ray_session, tiny_config) -> None:
+    config, deadline = tiny_config(), Deadline(60, "timeouts.start_s")
+    actor = ray.remote(RewardActor).remote(config)
+    group = ActorGroup.locate("reward", [actor], deadline).result()
+    group.call("start", deadline=deadline, doing="starting").result()
+    reward = RewardGroup(group, None, reward_weights(config), config.timeouts)
+    member = group.members[0]
     pid = ray.get(member.handle.__ray_call__.remote(lambda actor: os.getpid()), timeout=30)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ActorError, match=r"reward\[0\] on \S+: died while giving rewards"):
-        roles.reward.score([Rollout(Prompt(0, [5], "x"), 0, [6], np.zeros(1, np.int32), "stop")]).result()
+        reward.score([Rollout(Prompt(0, [5], "x"), 0, [6], np.zeros(1, np.int32), "stop")]).result()
 
 
 def test_a_wait_that_is_too_long_names_who_and_which_key(live) -> None:

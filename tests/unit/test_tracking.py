@@ -392,6 +392,7 @@ def summarised(run_dir: Path, **changes: Any) -> dict[str, Any]:
         "steps": 9,
         "tracker": tracker,
         "device": "cpu",
+        "peak_memory_gib": {"learner": {"host": 1.5}},
         "final_model": run_dir / "model",
         "status": "completed",
     }

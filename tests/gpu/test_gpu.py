@@ -1,0 +1,94 @@
+"""On two NVIDIA GPUs: training stays on its own GPU, and weights cross over NCCL and CUDA IPC.
+
+pytest -m gpu tests/gpu
+"""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from transformers import AutoTokenizer
+
+from actors.cluster import Cluster, connect
+from jobs.prepare import prepare_random
+from rlhf.algorithms import make_algorithm
+from rlhf.batch import pack
+from rlhf.config import load_config
+from rlhf.data import load_prompts
+from rlhf.rewards import combine
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).resolve().parents[2]
+BF16_MEAN_BOUND = 0.03  # nats; two different bfloat16 attention and matrix kernels
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_random(tmp_path_factory.mktemp("models") / "random-0.5b", size="0.5b")
+
+
+@pytest.fixture(params=["separate", "colocate"])
+def live(request: pytest.FixtureRequest, model: Path) -> Iterator:
+    overrides = [
+        *(
+            f"model.path={model}",
+            f"placement.mode={request.param}",
+            "rollout.logprobs=true",
+            "rollout.enforce_eager=true",
+        ),
+        *("algorithm.prompts_per_step=8", "rollout.max_completion_tokens=64", "rollout.gpu_memory_fraction=0.3"),
+    ]
+    if request.param == "separate" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    config = load_config(ROOT / "conf" / "grpo_0.5b_1gpu.yaml", overrides)
+    with connect(config), Cluster(config) as cluster:
+        yield config, cluster, cluster.roles()
+
+
+def used_mib() -> dict[str, int]:
+    """Memory in use by GPU UUID."""
+    query = ["nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"]
+    rows = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    return {uuid: int(used) for uuid, used in (row.split(", ") for row in rows)}
+
+
+def gpus_of(cluster: Cluster, role: str) -> list[str]:
+    """UUIDs of every GPU that the first actor of a role can see at all."""
+
+    def visible(actor: object) -> list[str]:
+        return [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in range(torch.cuda.device_count())]
+
+    return ray.get(cluster.group(role).members[0].handle.__ray_call__.remote(visible), timeout=120)
+
+
+def test_weights_cross_and_training_stays_where_it_is(live) -> None:
+    config, cluster, roles = live
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    prompts = load_prompts(config.data.train, config.data, tokenizer, split="train", seed=0).all()[:8]
+    separate = config.placement.mode == "separate"
+    learner_gpus = gpus_of(cluster, "learner")
+    assert len(learner_gpus) == 1, "a learner rank sees exactly one device"
+
+    for version in range(2):
+        roles.rollouts.publish(version)
+        rollouts = [r for group in roles.rollouts.generate(prompts, group_size=8) for r in group]
+        batch = pack(rollouts)
+        assert batch.versions.unique().tolist() == [version]
+        rewards = combine(roles.reward.score(rollouts).result(), roles.reward.weights())
+        roles.rollouts.sleep()
+        logprobs = roles.learner.score(batch).result()
+        assert batch.rollout_logprobs is not None
+        assert (logprobs - batch.rollout_logprobs).abs().mean() < BF16_MEAN_BOUND
+
+        before = used_mib()
+        roles.learner.update(
+            make_algorithm(config.algorithm).assign_advantages(batch.with_(rewards=rewards))[0]
+        ).result()
+        if separate:
+            (rollout_gpu,) = gpus_of(cluster, "rollout")
+            assert rollout_gpu not in learner_gpus
+            assert used_mib()[rollout_gpu] == before[rollout_gpu], "training must not touch the rollout worker's GPU"
