@@ -16,9 +16,7 @@ def join_broadcast_group(address: str, port: int, rank: int, world_size: int, ti
     store = dist.TCPStore(address, port, world_size, rank == 0, timeout, wait_for_workers=False)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    group = dist.ProcessGroupNCCL(dist.PrefixStore("weights", store), rank, world_size, options)
-    group.rlhf_store = store  # the store must outlive the group
-    return group
+    return dist.ProcessGroupNCCL(dist.PrefixStore("weights", store), rank, world_size, options)
 
 
 def broadcast(group: Any, data: Tensor) -> None:

@@ -71,9 +71,7 @@ def deepspeed_config(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any
     }
 
 
-def make_optimizer(
-    parameters: list[nn.Parameter], config: LearnerConfig, device: torch.device
-) -> torch.optim.Optimizer:
+def make_optimizer(parameters: list[nn.Parameter], config: LearnerConfig) -> torch.optim.Optimizer:
     """AdamW (Loshchilov & Hutter 2019): torch's fused one; DeepSpeed's CPU one where the state is offloaded."""
     settings = config.optimizer
     kwargs: dict[str, Any] = {
