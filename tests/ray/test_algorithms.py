@@ -10,6 +10,8 @@ from jobs.train import train
 pytestmark = pytest.mark.ray
 
 REWARD_BOUND = 0.65  # share of even tokens; an untrained policy has 0.5
+END_BOUND = 0.9  # of a whole recipe
+SEED_BAND = 0.15  # between the curves of two seeds
 PPO_NAMES = {
     *("objective/kl", "objective/entropy", "objective/non_score_reward", "objective/rlhf_reward", "objective/scores"),
     *("policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg", "loss/policy_avg", "loss/value_avg"),
@@ -45,3 +47,19 @@ def test_rloo_raises_the_reward(ray_session, tiny_config) -> None:
     metrics = metrics_of(config.run_dir)
     assert metrics[0].keys() >= RLOO_NAMES
     assert metrics[0]["kl"] == pytest.approx(0, abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("recipe", ["grpo_tiny", "ppo_tiny", "rloo_tiny"])
+def test_two_seeds_learn_alike(ray_session, tiny_config, recipe: str) -> None:
+    """Whole recipes: both seeds get there, and their reward curves, each mean of five steps, stay within a band."""
+    curves, ends = [], []
+    for seed in (0, 1):
+        config = tiny_config(f"seed={seed}", recipe=recipe)
+        ends.append(train(config)["eval_after"]["reward"])
+        rewards = [m["reward"] for m in metrics_of(config.run_dir)]
+        curves.append([sum(rewards[i : i + 5]) / 5 for i in range(0, len(rewards), 5)])
+    print(recipe, "eval", ends, "curves", curves)
+    assert min(ends) > END_BOUND
+    assert max(abs(a - b) for a, b in zip(*curves, strict=True)) < SEED_BAND
