@@ -16,7 +16,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from rlhf.errors import ConfigError
 
-GROUPED_ALGORITHMS = ("grpo", "rloo")
+GROUPED_ALGORITHMS = ("grpo", "rloo", "reinforce_pp")
 
 S = TypeVar("S")
 
@@ -63,7 +63,7 @@ class DataConfig:
 class AlgorithmConfig:
     """What is optimised. Defaults are GRPO with DAPO's token-level normaliser, as in TRL."""
 
-    name: Literal["grpo", "rloo", "ppo"] = "grpo"
+    name: Literal["grpo", "rloo", "reinforce_pp", "ppo"] = "grpo"
     prompts_per_step: int = 8
     group_size: int = 8  # completions per prompt
     num_epochs: int = 1
@@ -81,7 +81,8 @@ class AlgorithmConfig:
     mask_truncated_completions: bool = False
     top_entropy_quantile: float = 1.0  # train on this fraction of tokens, those of highest entropy
     rollout_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
-    rollout_correction_cap: float = 2.0
+    rollout_correction_cap: float = 2.0  # ratios above are truncated, or their tokens masked
+    rollout_correction_floor: float | None = None  # the same below; None: no bound
     dynamic_sampling_max_tries: int = 0  # DAPO: refill zero-variance groups, at most so many extra rounds; 0: off
     reward_clip: float | None = None  # clip rewards to [-c, c]
     # PPO only
@@ -124,7 +125,14 @@ class AlgorithmConfig:
         )
         _require(0 <= self.gamma <= 1, f"algorithm.gamma={self.gamma} must lie in [0, 1]")
         _require(0 <= self.lam <= 1, f"algorithm.lam={self.lam} must lie in [0, 1]")
-        for key in ("rollout_correction_cap", "reward_clip", "delta", "dual_clip", "kl_target"):
+        for key in (
+            "rollout_correction_cap",
+            "rollout_correction_floor",
+            "reward_clip",
+            "delta",
+            "dual_clip",
+            "kl_target",
+        ):
             value = getattr(self, key)
             _require(value is None or value > 0, f"algorithm.{key}={value} must be positive")
         _require(
@@ -147,8 +155,8 @@ class AlgorithmConfig:
 
     @property
     def kl_in_loss(self) -> bool:
-        """GRPO penalises KL in the loss; RLOO and PPO subtract it from the reward."""
-        return self.name == "grpo"
+        """GRPO and REINFORCE++ penalise KL in the loss; RLOO and PPO subtract it from the reward."""
+        return self.name in ("grpo", "reinforce_pp")
 
     @property
     def steps_per_update(self) -> int:

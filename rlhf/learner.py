@@ -198,6 +198,7 @@ class PolicyLearner(BatchLearner):
             level=level,  # type: ignore[arg-type]
             mode=mode,  # type: ignore[arg-type]
             cap=self.config.rollout_correction_cap,
+            floor=self.config.rollout_correction_floor,
         )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rlhf.algorithms.advantages import group_normalized, leave_one_out
+from rlhf.algorithms.advantages import group_normalized, leave_one_out, reinforce_plus_plus_baseline
 from rlhf.algorithms.kl import KLEstimator, per_token_kl
 from rlhf.algorithms.losses import sum_sequences
 from rlhf.batch import TrainBatch
@@ -55,6 +55,11 @@ def rloo(config: AlgorithmConfig) -> GroupBaseline:
     """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740): the others of the group are the
     baseline, and the KL to the reference is part of the reward."""
     return GroupBaseline(config, lambda r: leave_one_out(r, config.group_size))
+
+
+def reinforce_pp(config: AlgorithmConfig) -> GroupBaseline:
+    """REINFORCE++ with a group baseline (Hu et al. 2025, arXiv 2501.03262): rewards whitened over the whole batch."""
+    return GroupBaseline(config, lambda r: reinforce_plus_plus_baseline(r, config.group_size))
 
 
 def zero_variance_groups(rewards: Tensor, group_size: int) -> Tensor:
