@@ -1,0 +1,67 @@
+"""Who sits where, as arithmetic: each row is a configuration and what it must ask of a cluster."""
+
+from pathlib import Path
+
+import pytest
+
+from rlhf.config import Config, load_config
+from rlhf.topology import Slot, plan_topology
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def config(*overrides: str) -> Config:
+    return load_config(ROOT / "conf" / "grpo_tiny.yaml", ["model.path=x", "learner.num_ranks=1", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cpus", "gpus", "num_groups"),
+    [
+        ([], 4, 3, 4),  # learner, reference, rollout-0, and the reward function's CPU
+        (["algorithm.beta=0"], 3, 2, 3),
+        (["learner.num_ranks=4"], 7, 6, 4),
+        (["rollout.num_workers=3"], 6, 5, 6),
+        (["rollout.tensor_parallel_size=4"], 4, 6, 4),
+        (["reference.num_ranks=2", "reward.num_workers=5"], 9, 4, 4),
+        (["placement.mode=colocate"], 4, 1, 2),
+        (["placement.mode=colocate", "learner.num_ranks=4", "rollout.num_workers=2"], 8, 4, 2),
+        (["placement.mode=colocate", "learner.num_ranks=4", "rollout.tensor_parallel_size=2"], 7, 4, 2),
+    ],
+)
+def test_what_is_asked_for(overrides: list[str], cpus: int, gpus: int, num_groups: int) -> None:
+    topology = plan_topology(config(*overrides), "gpu")
+    assert topology.totals() == {"CPU": cpus, "GPU": gpus}
+    assert len(topology.groups) == num_groups
+    on_cpu = plan_topology(config(*overrides), "cpu")
+    assert on_cpu.totals() == {"CPU": cpus}, "on CPU the same keys place the same CPU bundles and nothing else"
+
+
+@pytest.mark.parametrize("mode", ["separate", "colocate"])
+def test_no_bundle_is_overbooked(mode: str) -> None:
+    many = config(f"placement.mode={mode}", "learner.num_ranks=3", "reference.num_ranks=3", "rollout.num_workers=3")
+    topology = plan_topology(many, "gpu")
+    bundles = {(g.name, i): bundle for g in topology.groups for i, bundle in enumerate(g.bundles)}
+    for place, bundle in bundles.items():
+        booked = [s for slots in topology.slots.values() for s in slots if (s.group, s.bundle) == place]
+        assert sum(s.num_cpus for s in booked) == bundle["CPU"]
+        assert sum(s.num_gpus for s in booked) <= bundle.get("GPU", 0) + 1e-9
+
+
+def test_a_tensor_parallel_worker_spans_the_learners_gpus() -> None:
+    topology = plan_topology(
+        config(
+            "placement.mode=colocate",
+            "learner.num_ranks=4",
+            "rollout.num_workers=2",
+            "rollout.tensor_parallel_size=2",
+        ),
+        "gpu",
+    )
+    assert topology.slots["rollout"] == (Slot("shared", 0, 1, 0, (0, 1)), Slot("shared", 2, 1, 0, (2, 3)))
+
+
+def test_rollout_workers_have_groups_of_their_own() -> None:
+    topology = plan_topology(config("rollout.num_workers=3", "rollout.tensor_parallel_size=2"), "gpu")
+    rollout = [g for g in topology.groups if g.name.startswith("rollout-")]
+    assert [g.bundles for g in rollout] == [({"CPU": 1.0, "GPU": 2.0},)] * 3
+    assert {g.strategy for g in rollout} == {"STRICT_PACK"}, "a worker's GPUs are on one node"
