@@ -5,6 +5,7 @@ Requests come in at any time; finished completions go out as they finish; everyt
 process on GPU.
 """
 
+import concurrent.futures
 import dataclasses
 import hashlib
 import queue
@@ -22,6 +23,8 @@ from rlhf.batch import Prompt, Rollout
 from rlhf.config import RolloutConfig
 from rlhf.topology import Device
 from rlhf.weights import TensorSpec
+
+IDLE_WAIT_S = 0.1  # how long an idle loop waits for a call before it looks around
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,18 +113,16 @@ class EngineLoop(threading.Thread):
         self.failure: BaseException | None = None
         self._calls: queue.Queue[tuple[Callable[[Any], Any], Future[Any]]] = queue.Queue()
         self._requests: dict[str, Request] = {}
-        self._stopping = False
 
     def call(self, function: Callable[[Any], Any]) -> Any:
         """Runs ``function(engine)`` in the loop's thread, between two steps, and returns its result."""
         future: Future[Any] = Future()
         self._calls.put((function, future))
-        while True:
-            try:
-                return future.result(timeout=1.0)
-            except TimeoutError:
-                if future.done() or self.failure is not None:
-                    raise self.failure or TimeoutError("the call itself timed out") from None
+        while not future.done():
+            if self.failure is not None:
+                raise self.failure
+            concurrent.futures.wait([future], timeout=1.0)
+        return future.result()
 
     def run(self) -> None:
         try:
@@ -131,7 +132,7 @@ class EngineLoop(threading.Thread):
             import actors.vllm_weights  # noqa: F401  (registers the weight-transfer engine)
 
             engine = LLMEngine.from_engine_args(EngineArgs(**engine_args(self.spec)))
-            while not self._stopping:
+            while True:
                 self._serve_calls(engine)
                 if engine.has_unfinished_requests():
                     for output in engine.step():
@@ -142,11 +143,11 @@ class EngineLoop(threading.Thread):
             raise
 
     def _serve_calls(self, engine: Any) -> None:
-        """Waits for a call only while there is nothing to generate."""
+        """Runs what was asked for between two steps; waits a moment for it only while there is nothing to generate."""
         wait = not engine.has_unfinished_requests()
         while True:
             try:
-                function, future = self._calls.get(timeout=0.1 if wait else 0.0) if wait else self._calls.get_nowait()
+                function, future = self._calls.get(block=wait, timeout=IDLE_WAIT_S)
             except queue.Empty:
                 return
             try:
@@ -193,9 +194,6 @@ class EngineLoop(threading.Thread):
             finish_reason=completion.finish_reason,
             logprobs=np.asarray([flat.logprobs[i] for i in flat.start_indices], dtype=np.float32) if flat else None,
         )
-
-    def stop(self) -> None:
-        self._stopping = True
 
 
 class RolloutActor(RankActor):

@@ -119,11 +119,6 @@ def _token_picker(lengths: Tensor, index: Tensor) -> Tensor:
     return starts[index].repeat_interleave(picked_lengths) + within
 
 
-def sequence_ids(lengths: Tensor) -> Tensor:
-    """int64 [sum(lengths)]: which sequence each packed token belongs to."""
-    return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-
-
 def pack(rollouts: Sequence[Rollout]) -> TrainBatch:
     """Packs finished rollouts, in the order given (groups must be contiguous for grouped algorithms)."""
     assert rollouts, "an empty batch cannot be trained on"
