@@ -141,19 +141,23 @@ class PolicyLearner(BatchLearner):
         if quantile == 1 and (batch.old_logprobs is not None or self.config.steps_per_update == 1):
             return batch
         logprobs, entropy = self._score_everywhere(batch, lambda output: torch.stack(output, 1)).unbind(1)
-        everything = torch.ones_like(entropy, dtype=torch.bool)
         return batch.with_(
             old_logprobs=logprobs if batch.old_logprobs is None else batch.old_logprobs,
-            entropy_mask=top_entropy_mask(entropy, quantile, everything) if quantile < 1 else None,
+            entropy_mask=top_entropy_mask(entropy, quantile, self._counted(batch)) if quantile < 1 else None,
         )
 
+    def _counted(self, batch: TrainBatch) -> Tensor:
+        """bool [N]: the tokens that have a part in the loss at all."""
+        if self.config.mask_truncated_completions:
+            return truncation_mask(batch.completion_lengths, batch.truncated)
+        return torch.ones(batch.num_completion_tokens, dtype=torch.bool)
+
     def _weights(self, batch: TrainBatch) -> Tensor:
-        mask = truncation_mask(batch.completion_lengths, batch.truncated)
         return token_weights(
             batch.completion_lengths,
             loss_type=self.config.loss_type,
             max_completion_length=self._max_completion_tokens,
-            mask=mask if self.config.mask_truncated_completions else None,
+            mask=self._counted(batch),
         )
 
     def _loss(

@@ -38,10 +38,11 @@ def ragged_batch(seed: int = 0, num_sequences: int = 12) -> TrainBatch:
         tokens=torch.randint(3, 500, (int((prompt_lengths + completion_lengths).sum()),), generator=generator),
         prompt_lengths=prompt_lengths,
         completion_lengths=completion_lengths,
-        truncated=torch.zeros(num_sequences, dtype=torch.bool),
+        truncated=torch.arange(num_sequences) % 4 == 0,
         versions=torch.zeros(num_tokens, dtype=torch.int32),
         advantages=torch.randn(num_tokens, generator=generator),
         ref_logprobs=-4 + 0.1 * torch.randn(num_tokens, generator=generator),
+        rollout_logprobs=-6 + 0.1 * torch.randn(num_tokens, generator=generator),
     )
 
 
@@ -94,6 +95,23 @@ def test_update_depends_neither_on_budget_nor_ranks(
     assert metrics["kl"] == pytest.approx(expected_metrics["kl"], rel=1e-4)
     for name, tensor in expected.items():
         torch.testing.assert_close(actual[name], tensor, rtol=0, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+EVERY_OPTION = (
+    *("algorithm.top_entropy_quantile=0.5", "algorithm.mask_truncated_completions=true", "algorithm.entropy_coef=0.01"),
+    *("algorithm.rollout_correction=sequence_truncate", "algorithm.importance_sampling_level=sequence"),
+    *("algorithm.delta=4", "algorithm.num_minibatches=2"),
+)
+
+
+def test_nor_does_it_with_every_option_on(ray_session, tiny_config, tmp_path: Path) -> None:
+    one = updated(tiny_config("learner.num_ranks=1", *EXACT, *EVERY_OPTION), tmp_path / "one")
+    two = updated(
+        tiny_config("learner.num_ranks=2", "learner.micro_batch_tokens=128", *EXACT, *EVERY_OPTION), tmp_path / "two"
+    )
+    assert two[1]["grad_norm"] == pytest.approx(one[1]["grad_norm"], rel=1e-4)
+    for name, tensor in one[0].items():
+        torch.testing.assert_close(two[0][name], tensor, rtol=0, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def test_minibatches_use_the_log_probabilities_from_before_the_update(ray_session, tiny_config, tmp_path: Path) -> None:
