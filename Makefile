@@ -9,7 +9,7 @@ MODEL ?= smollm2
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: help setup train test lint format clean distclean
+.PHONY: help setup train test chaos lint format clean distclean
 
 help: ## Show this list
 	@echo "usage: make TARGET"
@@ -27,7 +27,10 @@ models/%/rlhf_prepare.json: | setup
 	@TQDM_DISABLE=1 $(BIN)/rlhf prepare $* models/$*
 
 test: setup ## Run all tests that need no GPU and no more than minutes; ARGS='-k name' chooses
-	@env -u RAY_ADDRESS OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m "not gpu and not slow" $(ARGS)
+	@env -u RAY_ADDRESS OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m "not gpu and not slow and not chaos" $(ARGS)
+
+chaos: setup ## Kill 50 rollout workers of a run at random moments (a quarter of an hour)
+	@env -u RAY_ADDRESS OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ray/test_pool.py -m chaos -s $(ARGS)
 
 lint: setup ## Check format, style, import directions and types
 	$(BIN)/ruff format --check .

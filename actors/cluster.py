@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import ray
 
+from actors.control import RunControl
 from actors.frozen import ReferenceActor, RewardModelActor
 from actors.group import ActorGroup, Call, Deadline
 from actors.learner import CriticActor, LearnerActor
@@ -15,14 +16,16 @@ from actors.placement import Placement
 from actors.pool import RolloutPool
 from actors.reward import RewardActor
 from actors.roles import LearnerGroup, RewardGroup, ScorerGroup
-from actors.rollout import RolloutActor, WorkerSpec, worker_env
-from actors.weight_sync import IpcTransport, NcclTransport, ObjectStoreTransport, Transport
+from actors.rollout import WorkerSpec, worker_env
+from actors.weight_sync import ObjectStoreTransport, SessionTransport, Transport
+from actors.worker_factory import WorkerFactory
 from rlhf.config import Config, RewardTrainingConfig
 from rlhf.driver import Roles
 from rlhf.rewards import load_reward_functions
 from rlhf.topology import Device, Slot, Topology, plan_topology
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
+SPARE_CPUS = 16  # of a local cluster, for rollout workers that are added while a run is under way
 QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -49,7 +52,8 @@ def connect(config: Config | RewardTrainingConfig) -> Iterator[None]:
         device: Device = "gpu" if has_local_gpu() and config.placement.device != "cpu" else "cpu"
         needed = plan_topology(config, device).totals()
         ray.init(
-            num_cpus=max(os.cpu_count() or 1, int(needed["CPU"]) + 1),  # logical: roles take turns on the real ones
+            # logical: roles take turns on the real ones; some to spare, for `rlhf scale`
+            num_cpus=max(os.cpu_count() or 1, int(needed["CPU"]) + 1 + SPARE_CPUS),
             include_dashboard=False,
             object_store_memory=config.ray.object_store_mib << 20,
             **quiet,
@@ -70,6 +74,17 @@ def resolve_device(config: Config | RewardTrainingConfig) -> Device:
     if config.placement.device != "auto":
         return config.placement.device
     return "gpu" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
+
+
+def gpu_env(role: str, num_cpus: float, *, colocated: bool) -> dict[str, str]:
+    """What an actor on a GPU needs in its environment before torch is imported."""
+    # torch.compile's default is a pool of worker processes as wide as the machine; vLLM needs those cores.
+    env = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, int(num_cpus)))}
+    if role != "rollout" and not (role == "learner" and colocated):
+        # Fewer holes between blocks of ragged sizes. Not where CUDA IPC handles of the memory are handed out, and not
+        # under vLLM's sleep mode, whose memory pool does not go with it.
+        env["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    return env
 
 
 class ActorCluster:
@@ -136,7 +151,9 @@ class ActorCluster:
         """Environment of an actor: quiet libraries, its share of CPU threads, and on CPU no device at all."""
         path = os.pathsep.join([str(PROJECT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = QUIET | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(max(1, int(slot.num_cpus)))}
-        return env | ({"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {})
+        if self.device == "cpu":
+            return env | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        return env | gpu_env(role, slot.num_cpus, colocated=self._config.placement.mode == "colocate")
 
     def _start(self, role: str) -> Call[Any]:
         group = self._groups[role]
@@ -149,6 +166,11 @@ class ActorCluster:
 
 class Cluster(ActorCluster):
     """The actors of reinforcement learning: policy and critic, the models that score, rewards, and the rollout pool."""
+
+    def __init__(self, config: Config, note: Callable[[str], None] = print) -> None:
+        """``note`` tells the user what happens to rollout workers."""
+        super().__init__(config)
+        self._note = note
 
     def _env(self, role: str, slot: Slot) -> dict[str, str]:
         env = super()._env(role, slot)
@@ -168,19 +190,63 @@ class Cluster(ActorCluster):
             for r, a in {"reward_model": RewardModelActor, "reward": RewardActor}.items()
             if r in roles
         }
-        if self._spans_gpus:  # those workers use the GPUs that Ray gave to learner ranks: these must be known
-            self._groups["learner"] = located.pop("learner").result()
-        located["rollout"] = self._create(
-            "rollout", RolloutActor, lambda i, n: (self._worker_spec(),), max_concurrency=8
-        )
+        if self._shares_gpus:  # workers that span GPUs use those that Ray gave to learner ranks: these must be known
+            self._groups |= {role: located.pop(role).result() for role in ("learner", "critic") if role in located}
+            self._check_memory()
+        self._pool = self._make_pool()
+        self._pool.launch()
         self._groups |= {role: call.result() for role, call in located.items()}
         if self._shares_gpus:
             # vLLM sizes its KV cache from the memory it finds free: it goes first, and sleeps before others load.
-            self._start("rollout").result()
-            self._groups["rollout"].call("sleep", deadline=self._deadline, doing="going to sleep").result()
-        calls = [self._start(role) for role in self._groups if role != "rollout" or not self._shares_gpus]
+            self._pool.await_started()
+            self._pool.sleep()
+        elif self.device == "gpu":
+            self._check_memory()
+        calls = [self._start(role) for role in self._groups]
         for call in calls:
             call.result()
+        if not self._shares_gpus:
+            self._pool.await_started()
+        self._pool.connect(self._transport())
+
+    def _check_memory(self) -> None:
+        """Tells what the learners decide from their GPU's memory. Raises ConfigError where the run will not fit it."""
+        for role in ("learner", "critic"):
+            if role in self._groups:
+                checked = self._groups[role].call("check_memory", deadline=self._deadline, doing="planning memory")
+                if line := checked.result()[0]:
+                    self._note(line)
+
+    def _make_pool(self) -> RolloutPool:
+        config = self._config
+        control = RunControl(config.name, {kind: s.num_workers for kind, (s, _) in config.rollout.kinds().items()})
+        self._stack.callback(control.close)
+        factory = WorkerFactory(
+            config, self.topology, self._placement, lambda slot: self._env("rollout", slot), self._worker_spec
+        )
+        pool = RolloutPool(config, factory, control, shares_gpus=self._shares_gpus, note=self._note)
+        self._stack.callback(pool.close)
+        return pool
+
+    def group(self, role: str) -> ActorGroup:
+        """The actors of a role; of rollout workers those that are up now."""
+        return ActorGroup(self._pool.members()) if role == "rollout" else super().group(role)
+
+    def peak_memory_gib(self) -> dict[str, dict[str, float]]:
+        """As of any actors; a rollout worker that fails to answer is left out."""
+        peaks = super().peak_memory_gib()
+        if members := self._pool.ask("peak_memory_gib", "measuring memory"):
+            peaks["rollout"] = {kind: max(member[kind] for member in members) for kind in members[0]}
+        return peaks
+
+    def device_names(self) -> dict[str, str]:
+        """torch's name of what the first learner rank and the first rollout worker run on: a GPU's, or 'cpu'."""
+        firsts = {role: ActorGroup(self.group(role).members[:1]) for role in ("learner", "rollout")}
+        calls = {
+            role: first.call("device_name", deadline=self._deadline, doing="naming its device")
+            for role, first in firsts.items()
+        }
+        return {role: next(iter(call.result()), "unknown") for role, call in calls.items()}
 
     @property
     def _spans_gpus(self) -> bool:
@@ -195,10 +261,10 @@ class Cluster(ActorCluster):
         ranks = ActorGroup([self._groups["learner"].members[i] for i in slot.spans])
         return ",".join(ranks.call("visible_devices", deadline=self._deadline, doing="naming its GPU").result())
 
-    def _worker_spec(self) -> WorkerSpec:
+    def _worker_spec(self, kind: str) -> WorkerSpec:
         config = self._config
         return WorkerSpec(
-            config=config.rollout,
+            config=config.rollout.kinds()[kind][0],
             model_path=config.model.path,
             trust_remote_code=config.model.trust_remote_code,
             max_model_tokens=config.max_sequence_tokens,
@@ -215,12 +281,7 @@ class Cluster(ActorCluster):
         groups = self._groups
         return Roles(
             learner=LearnerGroup(groups["learner"], timeouts),
-            rollouts=RolloutPool(
-                groups["rollout"],
-                self._transport(),
-                timeouts,
-                asleep=self._shares_gpus,
-            ),
+            rollouts=self._pool,
             reward=RewardGroup(
                 groups.get("reward"), groups.get("reward_model"), reward_weights(self._config), timeouts
             ),
@@ -229,13 +290,10 @@ class Cluster(ActorCluster):
         )
 
     def _transport(self) -> Transport:
-        learner, workers = self._groups["learner"], self._groups["rollout"]
-        deadline = Deadline(self._config.timeouts.publish_s, "timeouts.publish_s")
+        learner = self._groups["learner"]
         if self.device == "cpu":
-            return ObjectStoreTransport(learner, workers, deadline)
-        if self._config.placement.mode == "colocate":
-            return IpcTransport(learner, workers, deadline)
-        return NcclTransport(learner, workers, deadline, self._config.rollout.tensor_parallel_size)
+            return ObjectStoreTransport(learner)
+        return SessionTransport(learner, "share" if self._config.placement.mode == "colocate" else "broadcast")
 
 
 def reward_weights(config: Config) -> dict[str, float]:

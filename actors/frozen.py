@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from transformers import AutoTokenizer
 
 from actors.group import RankActor
@@ -29,16 +30,21 @@ class ReferenceActor(RankActor):
             chunk_tokens=config.learner.logits_chunk_tokens,
             trust_remote_code=config.model.trust_remote_code,
         )
+        self._on_shared_gpu = shares_gpu(config, device)
         self._scorer = FrozenScorer(
             model,
             rank=self._rank,
             num_ranks=self._num_ranks,
             token_budget=config.reference.micro_batch_tokens,
             device=device,
+            compiled=config.learner.compile,
         )
 
     def score(self, batch: TrainBatch) -> Part:
-        return self._scorer.score(batch)
+        scores = self._scorer.score(batch)
+        if self._on_shared_gpu:
+            torch.cuda.empty_cache()
+        return scores
 
 
 class RewardModelActor(RankActor):
@@ -51,13 +57,23 @@ class RewardModelActor(RankActor):
         settings, device = self._config.reward.model, local_rank_device()
         assert settings is not None
         self._decoder = AutoTokenizer.from_pretrained(self._config.model.path)
+        self._on_shared_gpu = shares_gpu(self._config, device)
         self._model = RewardModel(
             settings.path,
             load_scalar(settings.path, dtype=resolve_dtype(self._config.model.dtype, device)),
             max_tokens=settings.max_tokens,
             token_budget=settings.micro_batch_tokens,
             device=device,
+            compiled=self._config.learner.compile,
         )
 
     def score(self, rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
-        return {"model": self._model.score(rollouts, decode(self._decoder, rollouts))}
+        scores = self._model.score(rollouts, decode(self._decoder, rollouts))
+        if self._on_shared_gpu:
+            torch.cuda.empty_cache()
+        return {"model": scores}
+
+
+def shares_gpu(config: Config, device: torch.device) -> bool:
+    """Whether this process leaves torch's cached memory to others when it has done its work."""
+    return device.type == "cuda" and config.placement.mode == "colocate"

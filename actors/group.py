@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
-from rlhf.errors import ActorError, DeadlineError, RlhfError
+from rlhf.errors import ActorError, DeadlineError, RlhfError, RoleLostError
 
 T = TypeVar("T")
 
@@ -72,9 +72,9 @@ def fetch(ref: Any, member: Member, doing: str, timeout_s: float = 60.0) -> Any:
         summary = " ".join(str(cause).split())[:500]
         trace = str(error)  # the traceback of the process it happened in
         raise ActorError(f"{member}: {doing} raised {type(cause).__name__}: {summary}\n{trace}") from None
-    except RayActorError as error:
+    except (RayActorError, ObjectLostError) as error:
         reason = " ".join(str(error).split())[:500]
-        raise ActorError(f"{member}: died while {doing}: {reason}") from None
+        raise RoleLostError(f"{member}: died while {doing}: {reason}") from None
     except GetTimeoutError:
         raise DeadlineError(f"{member}: the result of {doing} did not arrive within {timeout_s:g} s") from None
 
@@ -125,6 +125,11 @@ class ActorGroup:
         ]
         return Call(refs, doing, deadline, fold)
 
+    def rotated(self, turn: int) -> "ActorGroup":
+        """The same members, another one first."""
+        start = turn % len(self.members)
+        return ActorGroup([*self.members[start:], *self.members[:start]])
+
     def kill(self) -> None:
         for member in self.members:
             ray.kill(member.handle)
@@ -159,6 +164,12 @@ class RankActor:
         if torch.cuda.is_available():
             peak["gpu"] = torch.cuda.max_memory_reserved() / 2**30
         return peak
+
+    def device_name(self) -> str:
+        """torch's name of its GPU, or 'cpu'."""
+        import torch
+
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
     def visible_devices(self) -> str:
         """CUDA_VISIBLE_DEVICES as this process sees it."""

@@ -1,21 +1,29 @@
 """Ray actors of everything under DeepSpeed: policy learner and critic. One rank each, one device each."""
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from transformers import AutoConfig
 
 from actors.group import RankActor
-from actors.weight_sync import Layout, WeightSender
+from actors.transport import Meeting
+from actors.weight_sender import Way, WeightSender
 from rlhf.batch import TrainBatch
 from rlhf.config import LearnerConfig
-from rlhf.engine import Engine, init_distributed, local_rank_device, resolve_dtype
+from rlhf.engine import Engine, device_bytes, init_distributed, local_rank_device, resolve_dtype
 from rlhf.learner import PackedLearner, Part, PolicyLearner, ValueLearner
+from rlhf.memory_plan import MemoryPlan, plan_memory
 from rlhf.models import PackedModel, load_policy, load_scalar
+from rlhf.weights import Layout
 
 
 class EngineActor(RankActor):
     """One rank of a model that learns. ``start`` joins the ranks; until then it only knows its number."""
+
+    ROLE = "learner"  # its section of the configuration
 
     def __init__(self, config: Any, rank: int, num_ranks: int) -> None:
         """``config``: Config, or another that has ``seed``, ``model`` and ``timeouts``."""
@@ -34,23 +42,67 @@ class EngineActor(RankActor):
         torch.manual_seed(self._config.seed)
         device = local_rank_device()
         init_distributed(device, self._config.timeouts.update_s)
-        settings = self._settings()
+        self._on_gpu = device.type == "cuda"
+        self._decided = self._decide(device)
         dtype = resolve_dtype(self._config.model.dtype, device)
         engine = Engine(
             lambda: self._load(dtype),
-            settings,
+            self._decided,
             dtype=dtype,
             device=device,
             total_steps=self._total_steps(),
         )
         self._learner = self._wrap(engine)
+        self._rest()
+
+    def check_memory(self) -> str | None:
+        """What the memory of this rank's GPU decides, in a line; None where nothing can be predicted.
+
+        Raises ConfigError where the run will not fit it. Loads nothing.
+        """
+        plan = self._plan(device_bytes(local_rank_device()))
+        if plan is None:
+            return None
+        plan.check(self.ROLE)
+        return plan.describe(self.ROLE)
+
+    def _plan(self, num_bytes: float) -> MemoryPlan | None:
+        if not num_bytes:
+            return None
+        model = self._config.model
+        AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)  # fetches a hub model's
+        return plan_memory(self._config, num_bytes)
+
+    def _decide(self, device: torch.device) -> LearnerConfig:
+        """The settings, with what they leave open decided alike on all ranks, from the smallest GPU among them.
+
+        Raises ConfigError where the run will not fit it.
+        """
+        smallest = torch.tensor(device_bytes(device), dtype=torch.float64, device=device)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        settings = getattr(self._config, self.ROLE)
+        if (plan := self._plan(float(smallest))) is not None:
+            plan.check(self.ROLE)
+            settings = plan.settings(self.ROLE)
+        elif settings.gradient_checkpointing is None:
+            settings = replace(settings, gradient_checkpointing=self._on_gpu)  # a GPU and an unknown model: be safe
+        # nodes may know a hub model's shape or not
+        choices = torch.tensor([settings.gradient_checkpointing, settings.offload_when_idle is True], device=device)
+        choices = choices.int()
+        dist.all_reduce(choices, dist.ReduceOp.MAX)
+        checkpointing, offload = choices.bool().tolist()
+        return replace(settings, gradient_checkpointing=checkpointing, offload_when_idle=offload)
+
+    def _rest(self) -> None:
+        """Leaves the GPU to those who share it: parks the optimiser's state if it must, and empties torch's cache."""
+        if self._on_gpu and self._decided.offload_when_idle:
+            self._learner.engine.park_optimizer()
+        if self._on_gpu and self._config.placement.mode == "colocate":
+            torch.cuda.empty_cache()
 
     def _total_steps(self) -> int:
         """Optimiser steps of the whole run, for the learning-rate schedule."""
         return self._config.num_steps * self._config.algorithm.steps_per_update
-
-    def _settings(self) -> LearnerConfig:
-        raise NotImplementedError
 
     def _load(self, dtype: torch.dtype) -> PackedModel:
         raise NotImplementedError
@@ -62,13 +114,18 @@ class EngineActor(RankActor):
         return self._learner.score(batch)
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
-        return self._learner.update(batch)
+        self._learner.engine.unpark_optimizer()
+        metrics = self._learner.update(batch)
+        self._rest()
+        return metrics
 
     def save(self, directory: str) -> None:
         self._learner.engine.save(directory)
 
     def load(self, directory: str) -> None:
+        self._learner.engine.unpark_optimizer()
         self._learner.engine.load(directory)
+        self._rest()
 
     def save_model(self, directory: str) -> None:
         self._learner.engine.save_model(directory)
@@ -76,9 +133,6 @@ class EngineActor(RankActor):
 
 class LearnerActor(EngineActor):
     """One rank of the policy learner; also the sending end of weight publishes."""
-
-    def _settings(self) -> LearnerConfig:
-        return self._config.learner
 
     def _load(self, dtype: torch.dtype) -> PackedModel:
         return load_policy(
@@ -90,7 +144,7 @@ class LearnerActor(EngineActor):
         )
 
     def _wrap(self, engine: Engine) -> PolicyLearner:
-        self._sender = WeightSender(engine, self._config.rollout.weight_bucket_mib << 20)
+        self._sender = WeightSender(engine.model, engine.device, self._config.rollout.weight_bucket_mib << 20)
         return PolicyLearner(
             engine,
             self._config.algorithm,
@@ -99,26 +153,26 @@ class LearnerActor(EngineActor):
         )
 
     def weight_layout(self) -> Layout:
-        return self._sender.layout()
+        return self._sender.layout
+
+    def host_meetings(self, timeout_s: float) -> int:
+        """As WeightSender's, on this node."""
+        return self._sender.host_meetings(self.node(), timeout_s)
+
+    def join_weights(self, meeting: Meeting, way: Way, timeout_s: float) -> tuple[str, bytes]:
+        return self._sender.join(meeting, way, timeout_s)
+
+    def send_weights(self, timeout_s: float) -> list[int]:
+        return self._sender.send(timeout_s)
 
     def send_object_store(self) -> list[Any]:
         return self._sender.to_object_store()
-
-    def send_ipc(self) -> Any:
-        return self._sender.next_ipc()
-
-    def join_broadcast(self, address: str, port: int, world_size: int, timeout_s: float) -> None:
-        self._sender.join_broadcast(address, port, world_size, timeout_s)
-
-    def send_broadcast(self) -> list[int]:
-        return self._sender.broadcast()
 
 
 class CriticActor(EngineActor):
     """One rank of PPO's value model."""
 
-    def _settings(self) -> LearnerConfig:
-        return self._config.critic
+    ROLE = "critic"
 
     def _load(self, dtype: torch.dtype) -> PackedModel:
         return load_scalar(

@@ -65,6 +65,7 @@ class Placement:
         return {
             "num_cpus": slot.num_cpus,
             "num_gpus": slot.num_gpus,
+            "resources": slot.resources or None,
             "runtime_env": {"env_vars": dict(env)},
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 placement_group=self._groups[slot.group],
@@ -72,6 +73,14 @@ class Placement:
                 placement_group_capture_child_tasks=True,
             ),
         }
+
+    def granted(self, name: str) -> bool:
+        """Whether the cluster has made room for a group."""
+        return self._groups[name].wait(0)
+
+    def holds(self, name: str) -> bool:
+        """Whether a group has been asked for and not been released."""
+        return name in self._groups
 
     def release(self, name: str) -> None:
         """Gives one group back; actors in it are killed by Ray."""

@@ -66,16 +66,18 @@ class RewardGroup:
     ) -> None:
         self._groups = [group for group in (functions, models) if group is not None]
         self._weights, self._timeouts = weights, timeouts
+        self._turn = 0
 
     def weights(self) -> dict[str, float]:
         return self._weights
 
     def score(self, rollouts: Sequence[Rollout]) -> "JointCall":
-        """Submits everything at once."""
+        """Submits everything at once; members take turns, for most calls bring a single group."""
         deadline = Deadline(self._timeouts.score_s, "timeouts.score_s")
+        self._turn += 1
         return JointCall(
             [
-                group.call_each(
+                group.rotated(self._turn).call_each(
                     "score",
                     [(share,) for share in split_groups(rollouts, len(group.members))],
                     deadline=deadline,

@@ -6,6 +6,7 @@ process on GPU.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import queue
@@ -16,28 +17,36 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
-import torch
+import ray
 
 from actors.group import RankActor
+from actors.transport import CalledOffError
 from rlhf.batch import Prompt, Rollout
 from rlhf.config import RolloutConfig
 from rlhf.topology import Device
 from rlhf.weights import TensorSpec
 
 IDLE_WAIT_S = 0.1  # how long an idle loop waits for a call before it looks around
+COUNT_EVERY_S = 1.0  # how often the loop counts the tokens of unfinished completions
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One completion to sample."""
+    """One completion to sample. ``key`` names it in the pool and comes back with the result."""
 
+    key: str
     prompt: Prompt
     sample_index: int
     greedy: bool = False
 
-    @property
-    def key(self) -> str:
-        return f"{self.prompt.id}/{self.sample_index}"
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a worker has to say since the last one."""
+
+    finished: list[tuple[str, Rollout]]  # with the keys of their requests
+    generated_tokens: int  # since its start, those of unfinished completions included
+    silent_s: float  # since its engine loop last went round; large means that the engine hangs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,22 +106,32 @@ def engine_args(spec: WorkerSpec) -> dict[str, Any]:
 
 
 def request_seed(run_seed: int, request: Request) -> int:
-    """A seed of the completion's own, the same whichever worker samples it: 63 bits."""
-    text = f"{run_seed}/{request.key}/{request.greedy}"
+    """A seed of the completion's own, the same whichever worker samples it and however often: 63 bits."""
+    text = f"{run_seed}/{request.prompt.id}/{request.sample_index}/{request.greedy}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 class EngineLoop(threading.Thread):
-    """Owns the engine. ``call`` runs a function between steps; ``finished`` holds completions as they finish."""
+    """Owns the engine. ``call`` runs a function between steps; ``finished`` holds completions as they finish.
+
+    Between ``pause`` and ``resume`` nothing is sampled, and unfinished requests stay where they are: weights may change
+    under them. Each token is stamped with the version it was sampled from.
+    """
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(name="vllm-loop", daemon=True)
         self.spec = spec
-        self.version = -1  # nothing published yet: nothing may be sampled
-        self.finished: queue.Queue[Rollout] = queue.Queue()
+        self.version = -1  # of the weights that sample; -1: nothing published yet, nothing may be sampled
+        self.finished: queue.Queue[tuple[str, Rollout]] = queue.Queue()
         self.failure: BaseException | None = None
+        self.last_round_s = time.monotonic()
+        self._paused = False
         self._calls: queue.Queue[tuple[Callable[[Any], Any], Future[Any]]] = queue.Queue()
         self._requests: dict[str, Request] = {}
+        self._held: list[Request] = []  # came in during a pause
+        self._older_tokens: dict[str, list[tuple[int, int]]] = {}  # (tokens so far, version) at every change of weights
+        self._finished_tokens = 0
+        self.generated_tokens = 0  # since the start, unfinished completions included; counted once a second
 
     def call(self, function: Callable[[Any], Any]) -> Any:
         """Runs ``function(engine)`` in the loop's thread, between two steps, and returns its result."""
@@ -132,19 +151,26 @@ class EngineLoop(threading.Thread):
             import actors.vllm_weights  # noqa: F401  (registers the weight-transfer engine)
 
             engine = LLMEngine.from_engine_args(EngineArgs(**engine_args(self.spec)))
+            counted_s = time.monotonic()
             while True:
+                now = time.monotonic()
+                if now - counted_s > COUNT_EVERY_S:
+                    self.generated_tokens = self._finished_tokens + sum(self._running_tokens(engine).values())
+                    counted_s = now
+                self.last_round_s = now
                 self._serve_calls(engine)
-                if engine.has_unfinished_requests():
-                    for output in engine.step():
-                        if output.finished:
-                            self.finished.put(self._to_rollout(output))
+                if self._can_step(engine):
+                    self._step(engine)
         except BaseException as error:
             self.failure = error
             raise
 
+    def _can_step(self, engine: Any) -> bool:
+        return not self._paused and engine.has_unfinished_requests()
+
     def _serve_calls(self, engine: Any) -> None:
         """Runs what was asked for between two steps; waits a moment for it only while there is nothing to generate."""
-        wait = not engine.has_unfinished_requests()
+        wait = not self._can_step(engine)
         while True:
             try:
                 function, future = self._calls.get(block=wait, timeout=IDLE_WAIT_S)
@@ -156,11 +182,63 @@ class EngineLoop(threading.Thread):
                 future.set_exception(error)
             wait = False
 
+    def _step(self, engine: Any) -> None:
+        for output in engine.step():
+            if output.finished:
+                rollout = self._to_rollout(output)
+                self._finished_tokens += len(rollout.token_ids)
+                self.finished.put((output.request_id, rollout))
+
+    # In the loop's thread, through ``call``:
+
     def add(self, engine: Any, request: Request) -> None:
-        """Hands one request to the engine (in the loop's thread)."""
+        """Hands one request to the engine.
+
+        The salt keeps it from the prefix cache of older weights, which are still there after a change of weights.
+        """
+        assert self.version >= 0, "a worker without a committed weight version must not be asked to sample"
+        if self._paused:
+            self._held.append(request)
+            return
         self._requests[request.key] = request
-        prompt = {"prompt_token_ids": request.prompt.token_ids}
+        prompt = {"prompt_token_ids": request.prompt.token_ids, "cache_salt": f"v{self.version}"}
         engine.add_request(request.key, prompt, self._sampling_params(request))
+
+    def abort(self, engine: Any, keys: list[str]) -> None:
+        """Drops requests that nobody waits for any more."""
+        self._held = [request for request in self._held if request.key not in keys]
+        known = [key for key in keys if self._requests.pop(key, None)]
+        for key in known:
+            self._older_tokens.pop(key, None)
+        engine.abort_request(known)
+
+    def pause(self, engine: Any) -> None:
+        """Stops sampling after the step in progress. Idempotent."""
+        if self._paused:
+            return
+        client = engine.engine_core
+        if hasattr(client, "call_utility"):  # the engine steps in a process of its own: it has to be told
+            client.call_utility("pause_scheduler", "keep", False)
+            while not client.outputs_queue.empty():  # all that it sampled before is here by now
+                self._step(engine)
+        self._paused = True
+
+    def resume(self, engine: Any, version: int) -> None:
+        """Goes on sampling, from here on with ``version``."""
+        for key, num_tokens in self._running_tokens(engine).items():
+            self._older_tokens.setdefault(key, []).append((num_tokens, self.version))
+        self.version = version
+        if self._paused and hasattr(engine.engine_core, "call_utility"):
+            engine.engine_core.call_utility("resume_scheduler")
+        self._paused = False
+        held, self._held = self._held, []
+        for request in held:
+            self.add(engine, request)
+
+    def _running_tokens(self, engine: Any) -> dict[str, int]:
+        """Tokens that each unfinished request has so far."""
+        states = engine.output_processor.request_states.values()
+        return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
 
     def _sampling_params(self, request: Request) -> Any:
         from vllm import SamplingParams
@@ -190,10 +268,18 @@ class EngineLoop(threading.Thread):
             prompt=request.prompt,
             sample_index=request.sample_index,
             token_ids=token_ids,
-            versions=np.full(len(token_ids), self.version, dtype=np.int32),
+            versions=stamp(len(token_ids), self._older_tokens.pop(request.key, []), self.version),
             finish_reason=completion.finish_reason,
             logprobs=np.asarray([flat.logprobs[i] for i in flat.start_indices], dtype=np.float32) if flat else None,
         )
+
+
+def stamp(num_tokens: int, changes: list[tuple[int, int]], version: int) -> np.ndarray:
+    """int32 [num_tokens]: each token's weight version. ``changes``: (tokens so far, version until then), in order."""
+    versions = np.full(num_tokens, version, dtype=np.int32)
+    for so_far, older in reversed(changes):
+        versions[:so_far] = older
+    return versions
 
 
 class RolloutActor(RankActor):
@@ -204,18 +290,13 @@ class RolloutActor(RankActor):
         self._loop = EngineLoop(spec)
         self._loop.start()
 
-    def start(self) -> dict[str, Any]:
-        """Returns once the engine is up: what it runs on and how much it can hold."""
-        return self._loop.call(
-            lambda engine: {
-                "kv_cache_tokens": _kv_cache_tokens(engine),
-                "threads": torch.get_num_threads(),
-            }
-        )
+    def start(self) -> str:
+        """Returns once the engine is up: the IP address of the worker's node."""
+        self._loop.call(lambda engine: None)
+        return self.node()
 
     def submit(self, requests: list[Request]) -> None:
         """Queues requests. Weights must have been published."""
-        assert self._loop.version >= 0, "a worker without a committed weight version must not be asked to sample"
 
         def add_all(engine: Any) -> None:
             for request in requests:
@@ -223,69 +304,85 @@ class RolloutActor(RankActor):
 
         self._loop.call(add_all)
 
-    def collect(self, wait_s: float) -> list[Rollout]:
+    def abort(self, keys: list[str]) -> None:
+        """Drops requests; unknown keys (finished by now) are fine."""
+        self._loop.call(lambda engine: self._loop.abort(engine, keys))
+
+    def collect(self, wait_s: float) -> Report:
         """Finished completions: waits up to ``wait_s`` for the first, then takes all there are."""
-        ends = time.monotonic() + wait_s
-        while True:
-            if self._loop.failure is not None:
-                raise self._loop.failure
-            try:
-                batch = [self._loop.finished.get(timeout=min(0.5, max(0.0, ends - time.monotonic())))]
-            except queue.Empty:
-                if time.monotonic() >= ends:
-                    return []
-                continue
-            while not self._loop.finished.empty():
-                batch.append(self._loop.finished.get_nowait())
-            return batch
+        finished: list[tuple[str, Rollout]] = []
+        with contextlib.suppress(queue.Empty):
+            finished.append(self._loop.finished.get(timeout=wait_s))
+        while not self._loop.finished.empty():
+            finished.append(self._loop.finished.get_nowait())
+        if self._loop.failure is not None:
+            raise self._loop.failure
+        return Report(finished, self._loop.generated_tokens, time.monotonic() - self._loop.last_round_s)
 
-    # Weights: begin, receive (once or per bucket), finish, commit.
+    # Weights: begin, join (when the receivers change), receive, finish, commit.
 
-    def join_broadcast(self, init_info: dict[str, Any]) -> None:
-        """Joins the NCCL group of the learner."""
-        self._rpc("init_weight_transfer_engine", init_info)
+    def begin_update(self) -> int:
+        """Stops serving the old version; returns the number of engine processes. Also ends what broke off before."""
 
-    def begin_update(self) -> None:
-        """Stops serving the old version."""
+        def begin(engine: Any) -> int:
+            self._loop.pause(engine)
+            return len(engine.collective_rpc("begin_weight_update"))
 
-        def begin(engine: Any) -> None:
-            assert not engine.has_unfinished_requests(), "weights must not change under a running request"
-            self._loop.version = -1
-            engine.collective_rpc("start_weight_update")
+        return self._loop.call(begin)
 
-        self._loop.call(begin)
+    def join_weights(self, info: dict[str, Any]) -> None:
+        """Joins a session with the learner (vllm_weights.InitInfo). Raises CalledOffError."""
+        self._rpc("init_weight_transfer_engine", info)
+        self._received()
 
     def receive(
-        self, layout: list[tuple[TensorSpec, ...]], data: Any = None, handles: dict[str, bytes] | None = None
-    ) -> None:
-        """Loads buckets: from ``data`` (bytes), through CUDA IPC ``handles``, or from the broadcast."""
-        info = {
-            "layout": [[dataclasses.asdict(spec) for spec in specs] for specs in layout],
-            "data": data,
-            "handles": handles or {},
-        }
-        self._rpc("update_weights", info)
+        self, timeout_s: float, buckets: list[tuple[tuple[TensorSpec, ...], ray.ObjectRef]] | None = None
+    ) -> list[list[int]]:
+        """Loads what the session's sender sends, or ``buckets`` from the object store, one after the other.
 
-    def finish_update(self) -> list[list[int]]:
-        """Makes the new weights current; returns every engine process's bucket checksums."""
+        Returns every engine process's checksums of the buckets, in order. Raises CalledOffError.
+        """
+        if buckets is None:
+            self._rpc("update_weights", {"timeout_s": timeout_s})
+        for specs, reference in buckets or ():
+            layout = [[dataclasses.asdict(spec) for spec in specs]]
+            self._rpc("update_weights", {"layout": layout, "data": [ray.get(reference, timeout=timeout_s)]})
+        return self._received()
 
-        def finish(engine: Any) -> list[list[int]]:
+    def _received(self) -> list[list[int]]:
+        received = self._rpc("received_weights")
+        for _, called_off in received:
+            if called_off:
+                raise CalledOffError(called_off)
+        return [sums for sums, _ in received]
+
+    def finish_update(self) -> None:
+        """Makes the new weights current."""
+
+        def finish(engine: Any) -> None:
             engine.collective_rpc("finish_weight_update")
             engine.reset_prefix_cache()
-            return engine.collective_rpc("received_checksums")
 
-        return self._loop.call(finish)
+        self._loop.call(finish)
 
     def commit(self, version: int) -> None:
         """From here on the worker samples, and stamps its tokens with ``version``."""
-        self._loop.version = version
+        self._loop.call(lambda engine: self._loop.resume(engine, version))
+
+    # A worker that shares its GPU. Level 2 drops the weights too (the model's buffers wait on the host): a publish of
+    # all weights follows every wake-up, so a copy of the old ones would be for nothing.
 
     def sleep(self) -> None:
-        """Gives the GPU back but for a small rest."""
-        self._loop.call(lambda engine: engine.sleep(level=1))
+        """Gives the GPU back but for a small rest; weights and KV cache are gone."""
+        self._loop.call(lambda engine: engine.sleep(level=2))
 
-    def wake(self) -> None:
-        self._loop.call(lambda engine: engine.wake_up())
+    def wake_weights(self) -> None:
+        """Takes memory for the weights; a publish must fill it. The learner may still hold what the KV cache needs."""
+        self._loop.call(lambda engine: engine.wake_up(tags=["weights"]))
+
+    def wake_cache(self) -> None:
+        """Takes memory for the KV cache: from here on the worker may sample."""
+        self._loop.call(lambda engine: engine.wake_up(tags=["kv_cache"]))
 
     def peak_memory_gib(self) -> dict[str, float]:
         """As of any actor; on a GPU the engine's processes hold the memory."""
@@ -295,8 +392,3 @@ class RolloutActor(RankActor):
 
     def _rpc(self, method: str, *args: Any) -> Any:
         return self._loop.call(lambda engine: engine.collective_rpc(method, args=args))
-
-
-def _kv_cache_tokens(engine: Any) -> int:
-    cache = engine.vllm_config.cache_config
-    return (cache.num_gpu_blocks or 0) * cache.block_size

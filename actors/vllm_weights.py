@@ -2,9 +2,13 @@
 
 Named as vLLM's ``worker_extension_cls``, so that importing it in every worker process registers our engine with vLLM's
 native weight-transfer API (initialise, start, update, finish). One engine for three transports, because all need the
-same two things that the built-in ones lack: a CPU path, and a checksum of every bucket as it arrived.
+same that the built-in ones lack: a CPU path, checksums of every bucket as it arrived, and a way out when a peer dies.
+
+Weights are copied straight into the live model where vLLM keeps them as loaded; else through its layer-wise reload.
 """
 
+import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,85 +19,181 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from actors.transport import broadcast, join_broadcast_group, open_ipc_handle
-from rlhf.weights import TensorSpec, bucket_size, checksum, view_bucket
+from actors.load_plan import Copies, LoadPlan, UnplannableError, keeps_weights_as_loaded
+from actors.transport import BroadcastReceiver, CalledOffError, Meeting, Receiver, Session, SharedReceiver
+from rlhf.weights import Layout, TensorSpec, bucket_size, checksum, view_bucket
 
 BACKEND = "rlhf"
+
+PlainLayout = list[list[dict[str, Any]]]
+"""A Layout of lists and dicts only, which is what vLLM's messages between its processes carry."""
+
+
+def plain_layout(layout: Layout) -> PlainLayout:
+    return [[dataclasses.asdict(spec) for spec in specs] for specs in layout]
+
+
+def _layout(plain: PlainLayout) -> Layout:
+    shapes = ("shape", "full_shape")
+    return [tuple(TensorSpec(**{**spec, **{key: tuple(spec[key]) for key in shapes}}) for spec in b) for b in plain]
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """How to join the learner's NCCL broadcast group."""
+    """Which session to join. ``handles``: of the rings to share, by place; without them buckets are broadcast."""
 
-    address: str
-    port: int
-    first_rank: int  # of this engine's workers in the group; the learner is rank 0
-    world_size: int
+    meeting: dict[str, Any]
+    first_receiver: int  # this engine's processes are receivers from here on
     timeout_s: float
+    layout: PlainLayout
+    handles: dict[str, bytes] = field(default_factory=dict)
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One or more buckets, by one of three ways.
+    """All buckets of the session, or those of ``layout`` as bytes in ``data``, one after the other."""
 
-    ``data``: the bytes themselves. ``handles``: CUDA IPC handles by GPU UUID. Neither: broadcast over NCCL.
-    """
-
-    layout: list[list[dict[str, Any]]]
-    data: Any = None
-    handles: dict[str, bytes] = field(default_factory=dict)
+    timeout_s: float = 0.0
+    layout: PlainLayout = field(default_factory=list)
+    data: list[Any] = field(default_factory=list)
 
 
 class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Receives buckets, notes their checksums, and loads them layer by layer."""
+    """Receives buckets, sums them up, and loads them."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
+    called_off = ""  # why the last join or transfer was given up
+    _sums: list[Tensor]
+    _session: Session | None = None
+    _receiver: Receiver | None = None
+    _layout: Layout | None = None
+    _plan: LoadPlan | None = None
+    _reloading = False  # vLLM's layer-wise reload is under way
+    _partial: Tensor  # a tensor of which not all rows have come
+
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        rank = init_info.first_rank + self.parallel_config.rank
-        self.group = join_broadcast_group(
-            init_info.address, init_info.port, rank, init_info.world_size, init_info.timeout_s
-        )
+        """Leaves the session before and joins this one; ``called_off`` says why not, if not."""
+        self.shutdown()
+        self.called_off, self._sums = "", []
+        layout = _layout(init_info.layout)
+        if layout != self._layout:
+            self._layout, self._plan = layout, self._make_plan(layout)
+        self._copies: dict[int, Copies] = {}
+        receiver = init_info.first_receiver + self.parallel_config.rank
+        try:
+            self._session = Session(Meeting(**init_info.meeting), init_info.timeout_s)
+            if init_info.handles:
+                self._receiver = SharedReceiver(self._session, receiver, self.device, init_info.handles)
+            else:
+                slot_bytes = max(bucket_size(specs) for specs in layout)
+                self._receiver = BroadcastReceiver(self._session, receiver, self.device, slot_bytes)
+        except CalledOffError as error:
+            self.called_off = str(error)
+
+    def _make_plan(self, layout: Layout) -> LoadPlan | None:
+        """How to copy into the live model, or None where weights must go through vLLM's loader."""
+        if self.device.type != "cuda" or not keeps_weights_as_loaded(self.model):
+            return None
+        try:
+            return LoadPlan(self.model, self.model.load_weights, layout)
+        except UnplannableError:
+            return None
+
+    @property
+    def loads_in_place(self) -> bool:
+        return self._plan is not None
 
     def start_weight_update(self) -> None:
-        self.checksums: list[int] = []
-        initialize_layerwise_reload(self.model)
+        self.called_off, self._sums = "", []
+        if self._reloading:  # an update before was broken off: this puts its layers together again, whatever is in them
+            finalize_layerwise_reload(self.model, self.model_config)
+            self._reloading = False
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
+    @torch.no_grad()
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        for bucket in update_info.layout:
-            specs = tuple(TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in bucket)
-            data = self._receive(update_info, specs)
-            self.checksums.append(checksum(data))
-            # The layer-wise loader may keep references until a layer is complete: this buffer is never reused.
-            self.model.load_weights((spec.name, view_bucket(data, spec)) for spec in specs)
+        for specs, data in zip(_layout(update_info.layout), update_info.data, strict=True):
+            bucket = torch.from_numpy(data.copy())
+            self._sums.append(checksum(bucket))
+            self._reload(specs, bucket)
+        if update_info.data:
+            return
+        assert self._session is not None and self._receiver is not None and self._layout is not None
+        self._session.renew(update_info.timeout_s)
+        try:
+            for index, bucket in enumerate(self._receiver.buckets([bucket_size(specs) for specs in self._layout])):
+                self._sums.append(checksum(bucket))
+                if self._plan is None:
+                    self._reload(self._layout[index], bucket.clone())  # the layer-wise loader keeps references
+                    continue
+                if index not in self._copies:  # a bucket has the same slot every time
+                    self._copies[index] = self._plan.copies(self._layout[index], bucket)
+                for target, source in self._copies[index]:
+                    target.copy_(source)
+        except CalledOffError as error:
+            self.called_off = str(error)
+            self.shutdown()  # at once: a broadcast from the dead holds the device
 
-    def _receive(self, update_info: UpdateInfo, specs: tuple[TensorSpec, ...]) -> Tensor:
-        if update_info.data is not None:
-            return torch.frombuffer(bytearray(update_info.data), dtype=torch.uint8).to(self.device)
-        if update_info.handles:
-            return open_ipc_handle(update_info.handles, self.device).clone()
-        data = torch.empty(bucket_size(specs), dtype=torch.uint8, device=self.device)
-        broadcast(self.group, data)
-        return data
+    def _reload(self, specs: Sequence[TensorSpec], bucket: Tensor) -> None:
+        if not self._reloading:
+            initialize_layerwise_reload(self.model)
+            self._reloading = True
+        self.model.load_weights(self._whole_tensors(specs, bucket))
+
+    def _whole_tensors(self, specs: Sequence[TensorSpec], bucket: Tensor) -> Iterator[tuple[str, Tensor]]:
+        for spec in specs:
+            rows = view_bucket(bucket, spec)
+            if spec.is_whole:
+                yield spec.name, rows
+                continue
+            if spec.first_row == 0:
+                self._partial = rows.new_empty(spec.full_shape)
+            end = spec.first_row + spec.shape[0]
+            self._partial[spec.first_row : end] = rows
+            if end == spec.full_shape[0]:
+                yield spec.name, self._partial
 
     def finish_weight_update(self) -> None:
+        if not self._reloading:
+            return
         finalize_layerwise_reload(self.model, self.model_config)
+        self._reloading = False
         if self.device.type == "cpu":
             repack_tied_heads(self.model)
 
+    def checksums(self) -> list[int]:
+        """Of every bucket of this update, in order; they are there once the buckets are loaded."""
+        return torch.stack(self._sums).tolist() if self._sums else []
+
+    @torch.no_grad()
+    def read_back(self) -> list[int]:
+        """The buckets' checksums, from the live parameters: the learner's own, if every byte is where it belongs.
+
+        For models that are loaded in place and not sharded over processes.
+        """
+        assert self._plan is not None and self._layout is not None and self.parallel_config.world_size == 1
+        sums = []
+        for specs in self._layout:
+            bucket = torch.zeros(bucket_size(specs), dtype=torch.uint8, device=self.device)
+            for target, source in self._plan.copies(specs, bucket):
+                source.copy_(target)
+            sums.append(int(checksum(bucket)))
+        return sums
+
     def shutdown(self) -> None:
-        self.group = None
+        if self._receiver is not None:
+            self._receiver.close()
+        self._receiver = self._session = None
+        self._copies = {}
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Abstract in vLLM 0.25; the sending end is actors/weight_sync.py."""
-        raise AssertionError("weights are sent by actors.weight_sync")
+        """Abstract in vLLM 0.25; the sending end is actors/weight_sender.py."""
+        raise AssertionError("weights are sent by actors.weight_sender")
 
 
 def repack_tied_heads(model: torch.nn.Module) -> None:
@@ -106,13 +206,32 @@ def repack_tied_heads(model: torch.nn.Module) -> None:
 class WorkerExtension:
     """Methods added to vLLM's worker class; called through ``collective_rpc``."""
 
+    weight_transfer_engine: BucketReceiver
+
     def peak_gpu_memory_bytes(self) -> int:
         """The most that this process has had reserved."""
         return torch.cuda.max_memory_reserved()
 
-    def received_checksums(self) -> list[int]:
-        """The checksum of every bucket of the last update, in order."""
-        return self.weight_transfer_engine.checksums  # type: ignore[attr-defined]
+    def reserved_gpu_memory_bytes(self) -> int:
+        """What this process has reserved now."""
+        return torch.cuda.memory_reserved()
+
+    def begin_weight_update(self) -> None:
+        """vLLM's ``start_weight_update``, which refuses to follow an update that was broken off."""
+        self._weight_update_active = False
+        self.start_weight_update()  # type: ignore[attr-defined]
+
+    def received_weights(self) -> tuple[list[int], str]:
+        """(the checksum of every bucket of the last update, why it was called off if it was)."""
+        engine = self.weight_transfer_engine
+        return ([] if engine.called_off else engine.checksums()), engine.called_off
+
+    def loads_weights_in_place(self) -> bool:
+        return self.weight_transfer_engine.loads_in_place
+
+    def read_back_weights(self) -> list[int]:
+        """As BucketReceiver.read_back."""
+        return self.weight_transfer_engine.read_back()
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

@@ -54,11 +54,19 @@ def plan(
     config: ConfigOption,
     overrides: Overrides = None,
     device: Annotated[str, typer.Option(help="cpu or gpu.")] = "gpu",
+    gpu_memory_gib: Annotated[
+        float, typer.Option(help="Memory of one GPU: 80 for an A100-80GB, 139 for an H200.")
+    ] = 80,
 ) -> None:
-    """Validate a configuration and show which bundles it asks a cluster for. Loads no model and needs no Ray."""
+    """Validate a configuration; show its bundles, and the memory that each role will need. Loads nothing, needs no Ray.
+
+    Fails where a GPU would not hold what is placed on it.
+    """
     settings = load_config(config, overrides or [])
     validate_model(settings)
     show_plan(settings, device)
+    if device == "gpu":
+        show_memory(settings, gpu_memory_gib)
 
 
 @app.command()
@@ -85,6 +93,24 @@ def submit(
     raise typer.Exit(code)
 
 
+@app.command()
+def scale(
+    run: Annotated[str, typer.Option(help="The run's name, as its config has it.")],
+    rollout_workers: Annotated[
+        int | None, typer.Option(min=0, help="How many there should be.  [default: only show them]", show_default=False)
+    ] = None,
+    kind: Annotated[str, typer.Option(help="Which kind: default, or one of rollout.extra_kinds.")] = "default",
+    address: Annotated[
+        str, typer.Option(envvar="RAY_ADDRESS", help="The Ray cluster. auto: the one on this machine.")
+    ] = "auto",
+    timeout_s: Annotated[float, typer.Option(help="How long to wait until they serve; 0: do not wait.")] = 600.0,
+) -> None:
+    """Change the number of rollout workers of a running training, or show them."""
+    from jobs.scale import scale as change
+
+    change(run, kind=kind, num_workers=rollout_workers, address=address, timeout_s=timeout_s)
+
+
 def show_plan(settings: Config, device: str) -> None:
     """Prints the placement groups as a table."""
     from rich.console import Console
@@ -108,6 +134,43 @@ def show_plan(settings: Config, device: str) -> None:
     console = Console()
     console.print(table)
     console.print("asks for " + ", ".join(f"{amount:g} {resource}" for resource, amount in topology.totals().items()))
+
+
+def show_memory(settings: Config, gpu_memory_gib: float) -> None:
+    """Prints the predicted memory of every role and GPU. Raises ConfigError where something does not fit."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from rlhf.memory import GIB, kv_token_bytes, read_sizes
+    from rlhf.memory_plan import plan_memory
+
+    console, plan = Console(), plan_memory(settings, gpu_memory_gib * GIB)
+    if plan is None:
+        console.print(
+            f"memory not predicted: no config.json of a Llama-shaped model at model.path={settings.model.path}"
+        )
+        return
+    columns = ("weights", "grads", "optim.", "working", "KV", "other", "peak")
+    table = Table("role", *columns, title=f"predicted GiB of each role on one GPU of {gpu_memory_gib:g}")
+    for role, memory in plan.roles.items():
+        held = (memory.weights, memory.gradients, memory.optimizer, max(memory.training, memory.scoring))
+        parts = (*held, memory.kv_cache, memory.other, memory.peak)
+        table.add_row(role, *(f"{part / GIB:5.1f}" if part else "" for part in parts))
+    console.print(table)
+    lines = [
+        f"GPU of {gpu}: " + ", ".join(f"{needed / GIB:.1f} GiB to {phase}" for phase, needed in phases.items())
+        for gpu, phases in plan.gpus.items()
+    ]
+    sizes, tensor_parallel_size = read_sizes(settings.model.path), settings.rollout.tensor_parallel_size
+    assert sizes is not None, "there is a plan"
+    cached = plan.roles["rollout"].kv_cache / kv_token_bytes(sizes, tensor_parallel_size)
+    lines += [plan.describe(role) for role in plan.checkpointing]
+    lines.append(
+        f"rollout: the KV cache holds {max(0.0, cached):,.0f} tokens; gpu_memory_fraction="
+        f"{settings.rollout.gpu_memory_fraction:g}, and {plan.largest_rollout_fraction():.2f} would be safe"
+    )
+    console.print("\n".join(lines), soft_wrap=True)
+    plan.check()
 
 
 OutArgument = Annotated[Path, typer.Argument(help="Directory to write.")]

@@ -4,28 +4,33 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from actors.cluster import Cluster, connect
 from rlhf.algorithms import make_algorithm
+from rlhf.batch import Prompt
 from rlhf.checkpoint import CheckpointStore
 from rlhf.config import Config, ModelConfig, to_yaml, validate_model
 from rlhf.data import PromptSet, PromptStream, load_prompts
 from rlhf.driver import Driver
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, RoleLostError
 from rlhf.rewards import RewardFunctions, load_reward_functions
-from rlhf.tracking import Tracker, print_summary, write_summary
+from rlhf.stream import GroupStream
+from rlhf.tracking import Roofline, Tracker, print_summary, write_summary
 
 
 def train(config: Config) -> dict[str, Any]:
     """Runs training to the end (or to a clean stop) and returns what it wrote to summary.json.
 
-    Everything that can be wrong with the model's shape, the data or the reward functions is found before Ray starts.
+    Everything that can be wrong with the model's shape, the data or the reward functions is found before Ray starts. A
+    run that loses an actor which it cannot replace (rollout workers it can) tears everything down and goes on from its
+    last checkpoint, at most ``checkpoint.max_restarts`` times.
     """
     validate_model(config)
     tokenizer = load_tokenizer(config.model)
@@ -35,28 +40,67 @@ def train(config: Config) -> dict[str, Any]:
     run_dir = Path(config.run_dir).resolve()
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(to_yaml(config))
+    checkpoints = CheckpointStore(run_dir, keep=config.checkpoint.keep)
+    with connect(config):
+        for restarts_left in reversed(range(config.checkpoint.max_restarts + 1)):
+            tracker = Tracker(config.tracking, run_dir, num_steps=config.num_steps, tokenizer=tokenizer)
+            with contextlib.closing(tracker):
+                tracker.note(prompts.summary())
+                try:
+                    return run(config, tokenizer, prompts, eval_prompts, tracker, checkpoints)
+                except RoleLostError as error:
+                    if restarts_left == 0:
+                        raise
+                    tracker.note(f"restarting from the last checkpoint ({restarts_left} restart(s) left): {error}")
+            if checkpoints.last_written:  # whatever checkpoint.resume said at first
+                resumed = replace(config.checkpoint, resume=str(checkpoints.last_written))
+                config = replace(config, checkpoint=resumed)
+    raise AssertionError("the last attempt returns or raises")
 
-    tracker = Tracker(config.tracking, run_dir, num_steps=config.num_steps, tokenizer=tokenizer)
-    tracker.note(prompts.summary())
-    with contextlib.closing(tracker), connect(config):
-        with tracker.phase("start"), contextlib.ExitStack() as stack:
-            cluster = stack.enter_context(Cluster(config))
-            keep_alive = stack.pop_all()
-        with keep_alive:
-            driver = Driver(
-                config=config,
-                roles=cluster.roles(),
-                algorithm=make_algorithm(config.algorithm),
-                prompts=PromptStream(prompts, shuffle=config.data.shuffle, seed=config.seed),
-                eval_prompts=eval_prompts.all() if eval_prompts else [],
-                tracker=tracker,
-                checkpoints=CheckpointStore(run_dir, keep=config.checkpoint.keep),
-            )
-            with stops_at_step_end(driver):
-                driver.run()
-            final_model = save_final(config, driver, tokenizer, run_dir)
-            device, memory = cluster.device, cluster.peak_memory_gib()
+
+def run(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: PromptSet,
+    eval_prompts: PromptSet | None,
+    tracker: Tracker,
+    checkpoints: CheckpointStore,
+) -> dict[str, Any]:
+    """One attempt: all actors up, the loop, all actors down. Raises RoleLostError if one died on the way."""
+    run_dir = tracker.run_dir
+    with tracker.phase("start"), contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(Cluster(config, tracker.note))
+        keep_alive = stack.pop_all()
+    with keep_alive:
+        driver = make_driver(config, cluster, prompts, eval_prompts.all() if eval_prompts else [], tracker, checkpoints)
+        with stops_at_step_end(driver):
+            driver.run()
+        final_model = save_final(config, driver, tokenizer, run_dir)
+        device, memory = cluster.device, cluster.peak_memory_gib()
     return summarise(driver, tracker, run_dir, final_model, device, memory)
+
+
+def make_driver(
+    config: Config,
+    cluster: Cluster,
+    prompts: PromptSet,
+    eval_prompts: Sequence[Prompt],
+    tracker: Tracker,
+    checkpoints: CheckpointStore,
+) -> Driver:
+    """The loop over a cluster's roles."""
+    roles = cluster.roles()
+    stream = PromptStream(prompts, shuffle=config.data.shuffle, seed=config.seed)
+    return Driver(
+        config=config,
+        roles=roles,
+        algorithm=make_algorithm(config.algorithm),
+        stream=GroupStream(stream, roles.rollouts, roles.reward, roles.reference, config),
+        eval_prompts=eval_prompts,
+        tracker=tracker,
+        roofline=make_roofline(config, cluster.device_names()),
+        checkpoints=checkpoints,
+    )
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -68,6 +112,16 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
             f"model.path={model.path}: no tokenizer loads from there ({str(error).splitlines()[0]}); give a "
             "Hugging Face directory, or a hub id that this machine can reach"
         ) from error
+
+
+def make_roofline(config: Config, devices: dict[str, str]) -> Roofline:
+    """What a step of this run could at best do on these devices; ``devices``: torch's names by role."""
+
+    def shape(path: str) -> Any:
+        return AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code).get_text_config()
+
+    critic = shape(config.critic.path or config.model.path) if config.uses_critic else None
+    return Roofline.of(config, shape(config.model.path), critic, devices)
 
 
 def load_eval_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptSet | None:

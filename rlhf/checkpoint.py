@@ -24,6 +24,7 @@ class CheckpointStore:
     def __init__(self, run_dir: str | Path, *, keep: int) -> None:
         self.directory = Path(run_dir).resolve() / "checkpoints"
         self.keep = keep
+        self.last_written: Path | None = None  # by this process
 
     def steps(self) -> list[int]:
         """Steps of the whole checkpoints on disk, ascending."""
@@ -47,6 +48,7 @@ class CheckpointStore:
         if final.exists():  # the same step again, after a resume from an older one
             shutil.rmtree(final)
         partial.rename(final)
+        self.last_written = final
         for old in self.steps()[: -self.keep]:
             shutil.rmtree(self.path(old))
 

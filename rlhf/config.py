@@ -7,7 +7,7 @@ loading a model or starting Ray is wrong here, in one line that names the key.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -17,6 +17,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from rlhf.errors import ConfigError
 
 GROUPED_ALGORITHMS = ("grpo", "rloo", "reinforce_pp")
+DEFAULT_KIND = "default"  # the kind of rollout worker that rollout.num_workers counts
 
 S = TypeVar("S")
 
@@ -80,10 +81,13 @@ class AlgorithmConfig:
     entropy_coef: float = 0.0
     mask_truncated_completions: bool = False
     top_entropy_quantile: float = 1.0  # train on this fraction of tokens, those of highest entropy
-    rollout_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "none"
+    # auto: token_truncate with rollout.max_staleness > 0, else none
+    rollout_correction: Literal[
+        "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = "auto"
     rollout_correction_cap: float = 2.0  # ratios above are truncated, or their tokens masked
     rollout_correction_floor: float | None = None  # the same below; None: no bound
-    dynamic_sampling_max_tries: int = 0  # DAPO: refill zero-variance groups, at most so many extra rounds; 0: off
+    dynamic_sampling_max_tries: int = 0  # DAPO: replace zero-variance groups, at most so many batches' worth; 0: off
     reward_clip: float | None = None  # clip rewards to [-c, c]
     # PPO only
     gamma: float = 1.0
@@ -193,8 +197,12 @@ class LearnerConfig:
     num_ranks: int = 1
     zero_stage: int = 3
     offload_optimizer: bool = False
-    gradient_checkpointing: bool = True
-    compile: bool = False  # torch.compile the decoder layers; needs zero_stage < 3
+    # null: decided by the memory plan (`rlhf plan`) from what is left of the GPU; off on CPU
+    gradient_checkpointing: bool | None = None
+    # optimiser state waits in host memory while vLLM generates; null: where they share a GPU that cannot hold both
+    offload_when_idle: bool | None = None
+    # torch.compile the decoder layers, of reference and reward model too on a GPU; needs zero_stage < 3
+    compile: bool = False
     micro_batch_tokens: int = 8192  # token budget of one packed forward
     logits_chunk_tokens: int = 1024  # the LM head runs on so many tokens at once
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -286,10 +294,49 @@ class RewardConfig:
 
 
 @dataclass(frozen=True)
+class AutoscaleConfig:
+    """Bounds and thresholds of the pool's own scaling. A step's load is judged when its weights are published."""
+
+    min: int = 1  # workers of the pool's own kind
+    max: int = 1
+    wait_fraction: float = 0.25  # grow when the learner waits for samples for more than this part of a step
+    idle_fraction: float = 0.5  # shrink when workers are idle for more than this part of their time
+    patience_steps: int = 3  # so many steps in a row must agree
+
+    def __post_init__(self) -> None:
+        _at_least("rollout.autoscale", 1, min=self.min, patience_steps=self.patience_steps)
+        _require(
+            self.max >= self.min,
+            f"rollout.autoscale.max={self.max} must be at least rollout.autoscale.min={self.min}",
+        )
+        for key in ("wait_fraction", "idle_fraction"):
+            value = getattr(self, key)
+            _require(0 < value < 1, f"rollout.autoscale.{key}={value} must lie between 0 and 1")
+
+
+@dataclass(frozen=True)
+class WorkerKindConfig:
+    """Further rollout workers that differ from the pool's own: None takes the value from ``rollout``."""
+
+    num_workers: int = 1
+    tensor_parallel_size: int | None = None
+    gpu_memory_fraction: float | None = None
+    max_num_seqs: int | None = None
+    cpus_per_worker: int | None = None
+    resources: dict[str, float] = field(default_factory=dict)  # Ray resources, e.g. {"accelerator_type:A100": 0.001}
+
+    def __post_init__(self) -> None:
+        _at_least("rollout.extra_kinds", 0, num_workers=self.num_workers)
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     """The pool of vLLM workers and how they sample."""
 
     num_workers: int = 1
+    extra_kinds: dict[str, WorkerKindConfig] = field(default_factory=dict)  # further workers, by the name of their kind
+    autoscale: AutoscaleConfig | None = None  # None: num_workers stays what it is, until `rlhf scale`
+    max_start_failures: int = 5  # in a row, before the run gives up
     tensor_parallel_size: int = 1
     max_completion_tokens: int = 512
     temperature: float = 1.0
@@ -299,7 +346,7 @@ class RolloutConfig:
     ignore_eos: bool = False
     eval_temperature: float = 0.0
     seed_requests: bool = True  # one generator per completion: the same samples for any number of workers
-    max_staleness: int = 0  # weight versions a sample may lag behind; 0 is strictly on-policy
+    max_staleness: int = 0  # weight versions that a sample may lag behind; 0 is strictly on-policy
     logprobs: bool = False  # ask vLLM for log-probabilities even when no correction uses them
     gpu_memory_fraction: float = 0.85  # of one GPU, for weights and KV cache
     cpu_kv_cache_mib: int = 128
@@ -330,10 +377,25 @@ class RolloutConfig:
             0 < self.gpu_memory_fraction < 1,
             f"rollout.gpu_memory_fraction={self.gpu_memory_fraction} must lie between 0 and 1",
         )
+        _at_least("rollout", 0, max_staleness=self.max_staleness)
+        _at_least("rollout", 1, max_start_failures=self.max_start_failures)
+        scale = self.autoscale
         _require(
-            self.max_staleness == 0,
-            f"rollout.max_staleness={self.max_staleness}: asynchronous rollouts are not there yet; use 0",
+            scale is None or scale.min <= self.num_workers <= scale.max,
+            f"rollout.num_workers={self.num_workers} must lie between rollout.autoscale.min and .max, as the start",
         )
+        _require(
+            DEFAULT_KIND not in self.extra_kinds,
+            f"rollout.extra_kinds.{DEFAULT_KIND} is what rollout.num_workers counts; give it another name",
+        )
+
+    def kinds(self) -> "dict[str, tuple[RolloutConfig, dict[str, float]]]":
+        """Every kind of worker: its settings in full, and the Ray resources it asks for beside CPUs and GPUs."""
+        kinds: dict[str, tuple[RolloutConfig, dict[str, float]]] = {DEFAULT_KIND: (self, {})}
+        for name, kind in self.extra_kinds.items():
+            own = {k: v for k, v in vars(kind).items() if k != "resources" and v is not None}
+            kinds[name] = (replace(self, extra_kinds={}, **own), kind.resources)
+        return kinds
 
 
 @dataclass(frozen=True)
@@ -357,6 +419,7 @@ class TimeoutConfig:
     score_s: float = 1800.0
     update_s: float = 3600.0
     publish_s: float = 600.0
+    worker_silence_s: float = 300.0  # a rollout worker whose engine has not moved for so long is replaced
     checkpoint_s: float = 1800.0
 
     def __post_init__(self) -> None:
@@ -372,9 +435,10 @@ class CheckpointConfig:
     keep: int = 2
     resume: str = "auto"  # auto: newest whole one of the run directory; none; or a checkpoint directory
     save_final_model: bool = True
+    max_restarts: int = 2  # of a run whose learner or another role died, from its last checkpoint
 
     def __post_init__(self) -> None:
-        _at_least("checkpoint", 0, every_steps=self.every_steps)
+        _at_least("checkpoint", 0, every_steps=self.every_steps, max_restarts=self.max_restarts)
         _at_least("checkpoint", 1, keep=self.keep)
 
 
@@ -423,6 +487,20 @@ class Config:
     def __post_init__(self) -> None:
         _at_least("", 1, num_steps=self.num_steps)
         _at_least("", 0, eval_every_steps=self.eval_every_steps)
+        if self.algorithm.rollout_correction == "auto":
+            correction = "token_truncate" if self.rollout.max_staleness > 0 else "none"
+            object.__setattr__(self, "algorithm", replace(self.algorithm, rollout_correction=correction))
+        shared = self.placement.mode == "colocate"
+        for key, wanted in {
+            "rollout.max_staleness > 0": self.rollout.max_staleness > 0,
+            "rollout.autoscale": self.rollout.autoscale is not None,
+            "rollout.extra_kinds": bool(self.rollout.extra_kinds),
+        }.items():
+            _require(
+                not (shared and wanted),
+                f"{key} needs rollout workers with GPUs of their own, and placement.mode=colocate shares the "
+                "learner's; use placement.mode=separate",
+            )
         _require(
             bool(self.reward.functions) or self.reward.model is not None,
             "reward: nothing gives a reward; set reward.functions (e.g. [{path: exact_match}]) or reward.model.path",
@@ -469,7 +547,7 @@ class Config:
     @property
     def needs_rollout_logprobs(self) -> bool:
         """Whether vLLM is asked for log-probabilities (they halve its speed)."""
-        return self.rollout.logprobs or self.algorithm.rollout_correction != "none"
+        return self.rollout.logprobs or self.algorithm.rollout_correction not in ("auto", "none")
 
 
 @dataclass(frozen=True)

@@ -339,11 +339,15 @@ class PromptStream:
         """The next ``n`` prompts."""
         return [self._next() for _ in range(n)]
 
-    def _next(self) -> Prompt:
-        epoch, place = divmod(self.position, len(self.prompts))
+    def at(self, position: int) -> Prompt:
+        """The prompt with the id ``position``, whether taken or not."""
+        epoch, place = divmod(position, len(self.prompts))
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._order_of(epoch)
-        prompt = self.prompts.prompt(self._order[place], id=self.position)
+        return self.prompts.prompt(self._order[place], id=position)
+
+    def _next(self) -> Prompt:
+        prompt = self.at(self.position)
         self.position += 1
         return prompt
 

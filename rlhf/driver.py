@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from rlhf.algorithms import Algorithm
-from rlhf.batch import Prompt, Rollout, TrainBatch, pack
+from rlhf.batch import Prompt, TrainBatch
 from rlhf.checkpoint import CheckpointStore, read_state
 from rlhf.config import Config
-from rlhf.data import PromptStream
 from rlhf.rewards import combine
-from rlhf.roles import Critic, Learner, Metrics, Pending, Reference, Reward, Rollouts, Scores
-from rlhf.sampling import in_order, sample_groups
-from rlhf.tracking import Tracker, rollout_metrics
+from rlhf.roles import Critic, Learner, Metrics, Reference, Reward, Rollouts
+from rlhf.stream import Batch, GroupStream, sample_once
+from rlhf.tracking import Roofline, Tracker, rollout_metrics
 
 
 @dataclass(frozen=True)
@@ -36,9 +35,10 @@ class Driver:
     config: Config
     roles: Roles
     algorithm: Algorithm
-    prompts: PromptStream
+    stream: GroupStream
     eval_prompts: Sequence[Prompt]
     tracker: Tracker
+    roofline: Roofline
     checkpoints: CheckpointStore
     step: int = 0
     stop_requested: bool = False
@@ -53,9 +53,9 @@ class Driver:
         while self.step < self.config.num_steps and not self.stop_requested:
             phase = self.tracker.phase
             with phase("generate"):
-                rollouts, rewards = self.generate()
+                sampled = self.stream.next_batch(self.step)
             with phase("score"):
-                batch, scores = self.score(rollouts, rewards)
+                batch = self.score(sampled)
             with phase("advantage"):
                 batch, metrics = self.algorithm.assign_advantages(batch)
             with phase("update"):
@@ -63,7 +63,7 @@ class Driver:
             self.step += 1
             with phase("publish"):
                 metrics |= self.publish()
-            self.record(rollouts, batch, scores, metrics)
+            self.record(sampled, batch, metrics)
             if self.is_due(self.config.eval_every_steps) or self.step == self.config.num_steps:
                 self.evaluate()
             if self.is_due(self.config.checkpoint.every_steps):
@@ -71,24 +71,17 @@ class Driver:
         if self.step not in self.checkpoints.steps():
             self.save()
 
-    def generate(self) -> tuple[list[Rollout], Pending[Scores]]:
-        """This step's rollouts, groups contiguous and in prompt order, and their rewards on the way."""
-        return sample_groups(self.prompts, self.roles.rollouts, self.roles.reward, self.config.algorithm)
-
-    def score(self, rollouts: list[Rollout], rewards: Pending[Scores]) -> tuple[TrainBatch, Scores]:
-        """Log-probabilities and values, all submitted at once while the rewards are on their way, then awaited."""
-        roles, batch = self.roles, pack(rollouts)
+    def score(self, sampled: Batch) -> TrainBatch:
+        """What the learners know of the batch, submitted at once, then awaited; others scored it as it came in."""
+        roles, batch = self.roles, sampled.packed
         roles.rollouts.sleep()
-        ref_logprobs = roles.reference.score(batch) if roles.reference else None
         old_logprobs = roles.learner.score(batch) if self.algorithm.needs_old_logprobs else None
         values = roles.critic.score(batch) if roles.critic else None
-        scores = rewards.result()
         return batch.with_(
-            rewards=combine(scores, roles.reward.weights()),
-            ref_logprobs=ref_logprobs.result() if ref_logprobs else None,
+            rewards=combine(sampled.scores, roles.reward.weights()),
             old_logprobs=old_logprobs.result() if old_logprobs else None,
             values=values.result() if values else None,
-        ), scores
+        )
 
     def update(self, batch: TrainBatch) -> Metrics:
         """Policy and critic learn side by side; the critic alone during its warm-up."""
@@ -106,21 +99,32 @@ class Driver:
         if not self.eval_prompts:
             return
         with self.tracker.phase("evaluate"):
-            groups = self.roles.rollouts.generate(self.eval_prompts, group_size=1, greedy=True)
-            rollouts = in_order(groups, self.eval_prompts)
+            rollouts = sample_once(self.eval_prompts, self.roles.rollouts)
             scores = self.roles.reward.score(rollouts).result()
         rewards = combine(scores, self.roles.reward.weights())
         self.evaluations[self.step] = rollout_metrics(rollouts, scores, rewards, group_size=1)
         self.tracker.log_eval(self.step, self.evaluations[self.step])
 
-    def record(self, rollouts: list[Rollout], batch: TrainBatch, scores: Scores, metrics: Metrics) -> None:
+    def record(self, sampled: Batch, batch: TrainBatch, metrics: Metrics) -> None:
         """One line of metrics, and a table of completions every few steps."""
         assert batch.rewards is not None and batch.advantages is not None
-        metrics |= rollout_metrics(rollouts, scores, batch.rewards, group_size=self.config.algorithm.group_size)
-        metrics["staleness/max"] = self.step - 1 - int(batch.versions.min())
+        rollouts, group_size = sampled.rollouts, self.config.algorithm.group_size
+        metrics |= rollout_metrics(rollouts, sampled.scores, batch.rewards, group_size=group_size)
+        metrics |= self.staleness(batch)
+        phases, workers = self.tracker.step_phases, int(metrics["pool/live_workers"])
+        metrics |= self.roofline.figures(
+            batch, phases, step=self.step, generate_s=phases["generate"], num_workers=workers
+        )
         self.tracker.log_step(self.step, metrics, num_tokens=len(batch.tokens), num_episodes=len(rollouts))
         if self.is_due(self.config.tracking.completions_every_steps):
             self.tracker.log_completions(self.step, rollouts, batch.rewards, first_of_each(batch))
+
+    def staleness(self, batch: TrainBatch) -> Metrics:
+        """By how many versions the learner was ahead of the weights that sampled each token."""
+        staleness = self.step - 1 - batch.versions
+        worst = int(staleness.max())
+        assert worst <= self.config.rollout.max_staleness, f"a token is {worst} weight versions old"
+        return {"staleness/max": worst, "staleness/mean": staleness.float().mean().item()}
 
     def save(self) -> None:
         """One checkpoint of everything, whole or absent."""
@@ -142,7 +146,7 @@ class Driver:
         """Everything of the loop's own that a resumed run needs, as JSON."""
         return {
             "step": self.step,
-            "prompts": self.prompts.state_dict(),
+            "stream": self.stream.state_dict(),
             "algorithm": self.algorithm.state_dict(),
             "tracker": self.tracker.state_dict(),
             "evaluations": {str(step): metrics for step, metrics in self.evaluations.items()},
@@ -150,7 +154,7 @@ class Driver:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
-        self.prompts.load_state_dict(state["prompts"])
+        self.stream.load_state_dict(state["stream"])
         self.algorithm.load_state_dict(state["algorithm"])
         self.tracker.load_state_dict(state["tracker"])
         self.evaluations = {int(step): metrics for step, metrics in state["evaluations"].items()}

@@ -19,6 +19,7 @@ from rlhf.batch import TrainBatch
 from rlhf.config import LearnerConfig, OptimizerConfig
 from rlhf.errors import CheckpointError
 from rlhf.models import PackedInputs, PackedModel, packed_inputs
+from rlhf.parking import Parking
 from rlhf.weights import gathered_state_dict
 
 LossFn = Callable[[Any, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
@@ -109,7 +110,10 @@ class Engine:
         device: torch.device,
         total_steps: int,
     ) -> None:
-        """``load_model`` runs under ZeRO-3's partitioning context, so no rank ever holds the whole model."""
+        """``load_model`` runs under ZeRO-3's partitioning context, so no rank ever holds the whole model.
+
+        ``config``: what it leaves open is off (rlhf.memory_plan decides before).
+        """
         import deepspeed
         from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
@@ -127,6 +131,7 @@ class Engine:
         schedule: Any = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: lr_factor(step, config.optimizer, total_steps)
         )
+        self._optimizer, self._parking = optimizer, Parking()
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=schedule, config=ds_config, dist_init_required=False
         )
@@ -173,7 +178,8 @@ class Engine:
                 stats = {"loss": loss.detach(), **stats}
             self.engine.backward(loss * self.world_size)  # DeepSpeed averages over ranks; our loss is a sum
             for name, value in stats.items():
-                sums[name] = sums.get(name, torch.zeros((), device=self.device)) + value.detach().float()
+                value = value.detach().float().to(self.device)
+                sums[name] = sums[name] + value if name in sums else value
         learning_rate = self.engine.get_lr()[0]
         plain_norm = self._plain_grad_norm()
         self.engine.step()
@@ -193,8 +199,12 @@ class Engine:
         return packed_inputs(_dummy_batch() if batch is None else batch, self.device)
 
     def _sum_over_ranks(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        values = torch.stack(list(sums.values())).tolist() if sums else []  # waits for the device once
+        own = dict(zip(sums, values, strict=True))
+        if self.world_size == 1:
+            return own
         gathered: list[dict[str, float] | None] = [None] * self.world_size
-        dist.all_gather_object(gathered, {name: float(value) for name, value in sums.items()})
+        dist.all_gather_object(gathered, own)
         totals: dict[str, float] = {}
         for part in gathered:
             for name, value in (part or {}).items():
@@ -206,10 +216,33 @@ class Engine:
         if self.config.zero_stage == 3:
             self.engine.empty_partition_cache()
 
+    def park_optimizer(self) -> None:
+        """Moves the optimiser's state to host memory. Scoring, gathering and saving still work."""
+        if not self._parking.parked:
+            self.release_gathered()
+            self._parking.park(self._optimizer_tensors())
+
+    def unpark_optimizer(self) -> None:
+        """Brings it back; the next ``step`` or ``load`` needs it."""
+        self._parking.unpark()
+
+    def _optimizer_tensors(self) -> list[Tensor]:
+        """float32 master weights and moments on this device; not what is at the same time a weight of the model."""
+        zero = self.engine.optimizer
+        masters = getattr(zero, "fp32_partitioned_groups_flat", None)  # stage 3
+        masters = masters or getattr(zero, "single_partition_of_fp32_groups", None)  # stages 1 and 2
+        tensors = [*(masters or ())]
+        for master, state in self._optimizer.state.items():
+            tensors += [master, *(value for value in state.values() if isinstance(value, Tensor) and value.dim())]
+        own = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
+        distinct = {id(tensor): tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in own}
+        return [tensor for tensor in distinct.values() if tensor.device.type == self.device.type]
+
     def save(self, directory: str) -> None:
         """Writes weights, optimiser, scheduler and RNG of this rank; all ranks call it."""
         self.release_gathered()
-        self.engine.save_checkpoint(directory, tag="engine", client_state={"rng": torch.get_rng_state()})
+        with self._parking.readable():
+            self.engine.save_checkpoint(directory, tag="engine", client_state={"rng": torch.get_rng_state()})
 
     def load(self, directory: str) -> None:
         """Reads what ``save`` wrote. Raises CheckpointError where it does not fit."""
@@ -259,3 +292,8 @@ def local_rank_device() -> torch.device:
         assert visible == 1, f"a rank must see exactly one GPU, this one sees {visible}"
         return torch.device("cuda", 0)
     return torch.device("cpu")
+
+
+def device_bytes(device: torch.device) -> int:
+    """Memory of a GPU; 0 for the CPU, where nothing is planned."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0

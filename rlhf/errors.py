@@ -32,6 +32,10 @@ class ActorError(RlhfError, RuntimeError):
     """An actor died or raised; the message names role, rank, node and what it was doing."""
 
 
+class RoleLostError(ActorError):
+    """An actor's process is gone: killed, out of memory, or on a node that left."""
+
+
 class DeadlineError(RlhfError, TimeoutError):
     """A wait outlasted its deadline; the message names role, rank, node, what it was doing, and the key to raise."""
 

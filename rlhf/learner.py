@@ -190,7 +190,7 @@ class PolicyLearner(BatchLearner):
         return loss, stats
 
     def _rollout_ratio(self, old: Tensor, batch: TrainBatch, lengths: Tensor, weights: Tensor) -> Tensor | None:
-        if self.config.rollout_correction == "none":
+        if self.config.rollout_correction in ("auto", "none"):
             return None
         assert batch.rollout_logprobs is not None
         level, mode = self.config.rollout_correction.split("_")

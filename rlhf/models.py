@@ -41,14 +41,12 @@ def packed_inputs(batch: TrainBatch, device: torch.device) -> PackedInputs:
     positions = torch.arange(len(batch.tokens)) - starts.repeat_interleave(lengths)
     is_completion = positions >= batch.prompt_lengths.repeat_interleave(lengths)
     completion = is_completion.nonzero(as_tuple=True)[0]
-    return PackedInputs(
-        tokens=batch.tokens.to(device),
-        positions=positions.to(device),
-        borders=F.pad(ends, (1, 0)).to(device, torch.int32),
-        max_length=int(lengths.max()),
-        predictors=(completion - 1).to(device),
-        targets=batch.tokens[completion].to(device),
-    )
+    parts = [batch.tokens, positions, completion - 1, F.pad(ends, (1, 0))]
+    whole = torch.cat(parts)
+    if device.type == "cuda":  # one copy that nobody waits for
+        whole = whole.pin_memory().to(device, non_blocking=True)
+    tokens, positions, predictors, borders = whole.split([len(part) for part in parts])
+    return PackedInputs(tokens, positions, borders.int(), int(lengths.max()), predictors, tokens[predictors + 1])
 
 
 def _packed_attention(
@@ -71,10 +69,10 @@ def _packed_attention(
     if query.is_cuda:
         from torch.nn.attention.varlen import varlen_attn
 
+        # torch 2.11 has no grouped queries here: every key-value head is repeated, while it is laid out anew anyway
         repeats = query.shape[1] // key.shape[1]
-        if repeats > 1:
-            key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
-        q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))
+        q = query[0].transpose(0, 1).contiguous()
+        k, v = (_repeat_heads(t[0].transpose(0, 1), repeats) for t in (key, value))
         out = varlen_attn(
             q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, window_size=(-1, 0), scale=scaling
         )
@@ -87,6 +85,12 @@ def _packed_attention(
         for a, b in _spans(cu_seq_lens_q)
     ]
     return torch.cat(pieces, dim=2).transpose(1, 2), None
+
+
+def _repeat_heads(packed: Tensor, repeats: int) -> Tensor:
+    """[T, heads, d] -> [T, heads x repeats, d], contiguous, each head's copies side by side; one pass over memory."""
+    tokens, heads, width = packed.shape
+    return packed[:, :, None].expand(tokens, heads, repeats, width).reshape(tokens, heads * repeats, width).contiguous()
 
 
 def _spans(borders: Tensor) -> list[tuple[int, int]]:

@@ -3,7 +3,7 @@
 Calls that take long and can run side by side return a ``Pending``; ``result()`` waits, under the role's deadline.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -77,20 +77,22 @@ class Reward(Protocol):
 
 
 class Rollouts(Protocol):
-    """The pool of samplers."""
+    """The pool of samplers. Groups go in and come out in any order; each comes out exactly once."""
 
-    def generate(self, prompts: Sequence[Prompt], *, group_size: int, greedy: bool = False) -> Iterator[list[Rollout]]:
-        """Finished groups, each as it finishes, every prompt exactly once."""
+    def submit(self, prompts: Sequence[Prompt], *, group_size: int, greedy: bool = False) -> list[int]:
+        """Queues a group of ``group_size`` completions per prompt; returns the groups' ids."""
+        ...
+
+    def next_group(self, ids: Collection[int]) -> tuple[int, list[Rollout]]:
+        """Waits for the first of these groups to finish: (id, its rollouts by sample index)."""
         ...
 
     def publish(self, version: int) -> Metrics:
-        """Gives every live worker the learner's weights as ``version``; returns once all have verified them."""
+        """Gives every live worker the learner's weights as ``version``; returns once all that serve have verified
+        them."""
         ...
 
     def sleep(self) -> None:
-        """Frees the device memory that a colocated learner needs. No-op where nothing is shared."""
-        ...
-
-    def wake(self) -> None:
-        """Undoes ``sleep``; weights are stale until the next ``publish``."""
+        """Frees the device memory that a colocated learner needs, until the next ``publish``. No-op where nothing is
+        shared."""
         ...

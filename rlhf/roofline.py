@@ -1,5 +1,6 @@
 """How fast a step could be: floating-point operations and bytes from the model's shape, against the device's peaks."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,17 +8,24 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Peaks:
-    """What a device can do: dense bf16 FLOP/s on random data, and memory bytes/s."""
+    """What a device can do: dense bf16 FLOP/s on random data, memory bytes/s, NVLink bytes/s in one direction."""
 
     flops: float
     bytes_per_s: float
+    link_bytes_per_s: float
+
+    @property
+    def copy_bytes_per_s(self) -> float:
+        """Bytes/s of a copy within the device, which reads and writes each byte."""
+        return self.bytes_per_s / 2
 
 
-# Measured matrix rate and copy bandwidth where noted, else the vendor's datasheet.
+# Measured matrix rate and copy bandwidth where noted, else the vendor's datasheet. Of an H200's link, NCCL's broadcast
+# reached 267e9.
 DEVICE_PEAKS = {
-    "NVIDIA H200": Peaks(790e12, 4.3e12),  # measured
-    "NVIDIA H100": Peaks(790e12, 3.35e12),
-    "NVIDIA A100": Peaks(312e12, 2.0e12),
+    "NVIDIA H200": Peaks(790e12, 4.3e12, 450e9),  # the first two measured
+    "NVIDIA H100": Peaks(790e12, 3.35e12, 450e9),
+    "NVIDIA A100": Peaks(312e12, 2.0e12, 300e9),
 }
 
 
@@ -36,6 +44,7 @@ class ModelShape:
     kv_size: int  # key-value heads x head width
     body_parameters: int  # in the layers' matrices: every token passes through them
     head_parameters: int  # in the LM head: only completion tokens pass through it
+    embedding_parameters: int  # beside the LM head; 0 where the two are tied
 
 
 def shape_of(config: Any) -> ModelShape:
@@ -51,7 +60,26 @@ def shape_of(config: Any) -> ModelShape:
         kv_size=kv,
         body_parameters=per_layer * config.num_hidden_layers,
         head_parameters=config.vocab_size * config.hidden_size,
+        embedding_parameters=0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size,
     )
+
+
+SHAPE_KEYS = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def dense_shape(config: Any) -> ModelShape | None:
+    """``shape_of`` where the formulas here hold: None for a mixture of experts, or a configuration of another kind."""
+    if not all(isinstance(getattr(config, key, None), int) for key in SHAPE_KEYS):
+        return None
+    if any(getattr(config, key, None) for key in EXPERT_KEYS):
+        return None
+    return shape_of(config)
+
+
+def weight_bytes(shape: ModelShape, *, bytes_per_value: int = 2) -> int:
+    """Bytes of all matrices: what a publish moves, norms and biases aside."""
+    return bytes_per_value * (shape.body_parameters + shape.head_parameters + shape.embedding_parameters)
 
 
 def forward_flops(shape: ModelShape, lengths: Sequence[int], num_completion_tokens: int) -> float:
@@ -69,3 +97,30 @@ def forward_flops(shape: ModelShape, lengths: Sequence[int], num_completion_toke
 def update_flops(shape: ModelShape, lengths: Sequence[int], num_completion_tokens: int) -> float:
     """FLOPs that a training pass needs: forward, and backward at twice that. Recomputation is overhead, not counted."""
     return 3.0 * forward_flops(shape, lengths, num_completion_tokens)
+
+
+def decode_bytes(
+    shape: ModelShape,
+    completion_lengths: Sequence[int],
+    *,
+    num_workers: int,
+    max_num_seqs: int,
+    bytes_per_value: int = 2,
+) -> float:
+    """Bytes that decoding S completions must read at least: the weights at every step, and every token's own context.
+
+    A completion's first token comes out of its prompt's prefill, which is compute-bound and not counted; each later one
+    reads the keys and values of the completion before it. The prompt's are left out: a group's members share them, so
+    the cache may serve them. Written keys and values, activations and logits are small and left out as well.
+
+    Steps: the sequences are shared out evenly over ``num_workers``, so each runs at most min(max_num_seqs, S / workers)
+    at once and takes at least tokens / workers / that many steps; the worker with the longest completion takes at least
+    its length. All estimates are from below, so that a share of the peak computed from them never flatters.
+    """
+    decoded = [n - 1 for n in completion_lengths]
+    at_once = min(max_num_seqs, math.ceil(len(decoded) / num_workers))
+    steps_each = math.ceil(sum(decoded) / num_workers / at_once)
+    num_steps = max(steps_each, *decoded) + (num_workers - 1) * steps_each
+    step_bytes = bytes_per_value * (shape.body_parameters + shape.head_parameters)
+    token_bytes = bytes_per_value * 2 * shape.num_layers * shape.kv_size  # keys and values
+    return float(num_steps * step_bytes + token_bytes * sum(n * (n + 1) // 2 for n in decoded))

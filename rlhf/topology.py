@@ -6,7 +6,7 @@ reward-function workers scale independently of everything else, so each rollout 
 wherever it does not share one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from rlhf.config import Config, RewardTrainingConfig
@@ -31,6 +31,7 @@ class Slot:
     num_cpus: float
     num_gpus: float
     spans: tuple[int, ...] = ()
+    resources: dict[str, float] = field(default_factory=dict)  # beside CPUs and GPUs
 
 
 @dataclass(frozen=True)
@@ -101,20 +102,22 @@ def _separate(config: Config, device: Device) -> tuple[list[GroupSpec], dict[str
     for role, (ranks, cpus) in model_roles(config).items():
         group, slots[role] = _own_group(role, ranks, cpus, device)
         groups.append(group)
-    for worker in range(config.rollout.num_workers):
-        group, slot = rollout_worker_group(config, device, worker)
+    kinds = [kind for kind, (settings, _) in config.rollout.kinds().items() for _ in range(settings.num_workers)]
+    for worker, kind in enumerate(kinds):
+        group, slot = rollout_worker_group(config, device, worker, kind)
         groups.append(group)
         slots["rollout"] = (*slots.get("rollout", ()), slot)
     return groups, slots
 
 
-def rollout_worker_group(config: Config, device: Device, worker: int) -> tuple[GroupSpec, Slot]:
+def rollout_worker_group(config: Config, device: Device, worker: int, kind: str) -> tuple[GroupSpec, Slot]:
     """The placement group of one rollout worker that shares nothing: one bundle, so its tensor-parallel ranks share a
-    node."""
-    gpus = float(config.rollout.tensor_parallel_size) if device == "gpu" else 0.0
-    cpus = float(config.rollout.cpus_per_worker)
+    node. ``worker`` is its number in the pool."""
+    settings, resources = config.rollout.kinds()[kind]
+    gpus = float(settings.tensor_parallel_size) if device == "gpu" else 0.0
+    cpus = float(settings.cpus_per_worker)
     name = f"rollout-{worker}"
-    return GroupSpec(name, (_bundle(cpus, gpus),), "STRICT_PACK"), Slot(name, 0, cpus, gpus)
+    return GroupSpec(name, (_bundle(cpus, gpus) | resources,), "STRICT_PACK"), Slot(name, 0, cpus, gpus, (), resources)
 
 
 def _shared(config: Config, device: Device) -> tuple[list[GroupSpec], dict[str, tuple[Slot, ...]]]:

@@ -1,123 +1,176 @@
 """The learner's weights, whole, a bounded bucket at a time; and checksums that prove they arrived.
 
 ZeRO-3 keeps a shard of every parameter on every rank. A gather is collective: all ranks walk the same parameters in the
-same order, and only the buckets in flight exist whole.
+same order, and only the bucket in hand exists whole.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlhf.models import PackedModel
+if TYPE_CHECKING:  # vLLM's processes read this module too, and have no use for transformers
+    from rlhf.models import PackedModel
 
 MODEL_PREFIX = "lm."  # PackedModel's attribute; not part of a Hugging Face name
-_CHECKSUM_PERIOD = 8191  # prime, so that weights of the checksum do not align with power-of-two layouts
+ALIGNMENT = 16  # bytes, of every tensor in a bucket: enough for any dtype
+_CHECKSUM_PERIOD = 8191  # prime, so that the checksum's factors do not align with power-of-two layouts
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor's place in a bucket: raw bytes ``[offset, offset + num_bytes)``."""
+    """Rows of a tensor (mostly all of them) and their place in a bucket: raw bytes ``[offset, offset + num_bytes)``."""
 
     name: str
     dtype: str  # torch's name without the prefix, e.g. 'bfloat16'
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the rows in this bucket
+    full_shape: tuple[int, ...]  # of the tensor
+    first_row: int  # of the tensor's dimension 0
     offset: int
     num_bytes: int
 
-
-@dataclass(frozen=True)
-class Bucket:
-    """Consecutive parameters as one flat byte buffer."""
-
-    specs: tuple[TensorSpec, ...]
-    data: Tensor  # uint8 [num_bytes]
+    @property
+    def is_whole(self) -> bool:
+        return self.shape == self.full_shape
 
 
-def named_parameters(model: PackedModel) -> list[tuple[str, nn.Parameter]]:
+Layout = list[tuple[TensorSpec, ...]]
+"""What lies where in which bucket."""
+
+
+def named_parameters(model: "PackedModel") -> list[tuple[str, nn.Parameter]]:
     """Every distinct parameter with its Hugging Face name, in a fixed order; tied weights appear once."""
     return [(name.removeprefix(MODEL_PREFIX), p) for name, p in model.named_parameters()]
+
+
+def bucket_layout(model: "PackedModel", bucket_bytes: int) -> Layout:
+    """Cuts tensors larger than ``bucket_bytes`` into rows; no bucket exceeds that unless a single row does."""
+    layout: Layout = []
+    current: list[TensorSpec] = []
+    used = 0
+    for name, parameter in named_parameters(model):
+        full_shape = tuple(_full_shape(parameter))
+        for first_row, shape in _cut(full_shape, parameter.element_size(), bucket_bytes):
+            num_bytes = torch.Size(shape).numel() * parameter.element_size()
+            if current and used + num_bytes > bucket_bytes:
+                layout.append(tuple(current))
+                current, used = [], 0
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            current.append(TensorSpec(name, dtype, shape, full_shape, first_row, used, num_bytes))
+            used = _aligned(used + num_bytes)
+    layout.append(tuple(current))
+    return layout
 
 
 def _full_shape(parameter: nn.Parameter) -> torch.Size:
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
-def bucket_layout(model: PackedModel, bucket_bytes: int) -> list[tuple[TensorSpec, ...]]:
-    """Which parameter lies where in which bucket. No bucket exceeds ``bucket_bytes`` unless one tensor does."""
-    layout: list[tuple[TensorSpec, ...]] = []
-    current: list[TensorSpec] = []
-    used = 0
-    for name, parameter in named_parameters(model):
-        shape = _full_shape(parameter)
-        num_bytes = shape.numel() * parameter.element_size()
-        if current and used + num_bytes > bucket_bytes:
-            layout.append(tuple(current))
-            current, used = [], 0
-        current.append(TensorSpec(name, str(parameter.dtype).removeprefix("torch."), tuple(shape), used, num_bytes))
-        used += -(-num_bytes // 16) * 16  # aligned for any dtype
-    layout.append(tuple(current))
-    return layout
+def _cut(shape: tuple[int, ...], element_bytes: int, bucket_bytes: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """(first row, shape) of each piece of a tensor."""
+    num_bytes = torch.Size(shape).numel() * element_bytes
+    if num_bytes <= bucket_bytes or not shape:
+        yield 0, shape
+        return
+    rows_each = max(1, bucket_bytes * shape[0] // num_bytes)
+    for first in range(0, shape[0], rows_each):
+        yield first, (min(rows_each, shape[0] - first), *shape[1:])
 
 
-def bucket_size(specs: tuple[TensorSpec, ...]) -> int:
-    """Bytes of a bucket, padding between tensors included."""
-    return max(spec.offset + spec.num_bytes for spec in specs)
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-@torch.no_grad()
-def gathered_buckets(model: PackedModel, bucket_bytes: int, *, materialise: bool) -> Iterator[Bucket | None]:
-    """Yields the weights bucket by bucket. Collective over all ranks.
-
-    Ranks with ``materialise=False`` take part in the gathers and yield None. A yielded buffer is never written again.
-    """
-    import deepspeed
-
-    parameters = dict(named_parameters(model))
-    for specs in bucket_layout(model, bucket_bytes):
-        members = [parameters[spec.name] for spec in specs]
-        with deepspeed.zero.GatheredParameters(members, modifier_rank=None):
-            if not materialise:
-                yield None
-                continue
-            data = torch.zeros(bucket_size(specs), dtype=torch.uint8, device=members[0].device)
-            for spec, parameter in zip(specs, members, strict=True):
-                view_bucket(data, spec).copy_(parameter.data)
-        yield Bucket(specs, data)
+def bucket_size(specs: Sequence[TensorSpec]) -> int:
+    """Bytes of a bucket, padding included."""
+    return _aligned(max(spec.offset + spec.num_bytes for spec in specs))
 
 
 def view_bucket(data: Tensor, spec: TensorSpec) -> Tensor:
-    """The tensor that ``spec`` describes, as a view into the bucket's bytes."""
+    """The rows that ``spec`` describes, as a view into the bucket's bytes (uint8)."""
     raw = data[spec.offset : spec.offset + spec.num_bytes]
     return raw.view(getattr(torch, spec.dtype)).view(spec.shape)
 
 
-def checksum(data: Tensor) -> int:
-    """A position-sensitive 64-bit sum of a bucket's bytes, computed on its device.
+@torch.no_grad()
+def gather(parameter: nn.Parameter) -> Tensor:
+    """The whole parameter, to read only: its own memory where this rank holds all of it. Collective under ZeRO-3.
 
-    The bytes are read as int32 words ``w_i``; the sum is ``sum w_i * (1 + i mod 8191)``, wrapping. It notices lost,
-    stale, changed and swapped words; it is not a cryptographic hash.
+    DeepSpeed's GatheredParameters would do, but synchronises the whole device for every gather, and refuses parameters
+    that a forward has left gathered. The shards are the truth at any time.
     """
-    words = torch.nn.functional.pad(data, (0, -len(data) % 4)).view(torch.int32)
-    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    shard = getattr(parameter, "ds_tensor", None)
+    if shard is None:
+        return parameter.data
+    sharded: Any = parameter
+    flat, num_ranks = shard.data, dist.get_world_size(sharded.ds_process_group)
+    if num_ranks > 1:
+        flat = torch.empty(num_ranks * shard.numel(), dtype=shard.dtype, device=shard.device)
+        dist.all_gather_into_tensor(flat, shard.data, group=sharded.ds_process_group)
+    return flat[: sharded.ds_numel].view(sharded.ds_shape)
+
+
+def walk_buckets(model: "PackedModel", layout: Layout) -> Iterator[tuple[tuple[TensorSpec, ...], list[Tensor]]]:
+    """Yields each bucket's specs with the rows that they describe. Collective under ZeRO-3, to the last bucket.
+
+    The tensors are to be read only, and until the next step: then their memory is given up.
+    """
+    parameters = dict(named_parameters(model))
+    name, whole = "", torch.empty(0)  # a tensor that was cut goes on in the next bucket: gathered once
+    for specs in layout:
+        pieces = []
+        for spec in specs:
+            if spec.name != name:
+                name, whole = spec.name, gather(parameters[spec.name])
+            pieces.append(whole if spec.is_whole else whole.narrow(0, spec.first_row, spec.shape[0]))
+        yield specs, pieces
+        pieces.clear()  # the caller's variable still refers to the list
+
+
+@torch.no_grad()
+def pack(specs: Sequence[TensorSpec], pieces: Sequence[Tensor], data: Tensor) -> Tensor:
+    """Copies a bucket's tensors into ``data``'s first bytes (uint8), padding zeroed; returns those bytes."""
+    for spec, piece in zip(specs, pieces, strict=True):
+        view_bucket(data, spec).copy_(piece)
+        end = spec.offset + spec.num_bytes
+        if end % ALIGNMENT:
+            data[end : _aligned(end)].zero_()
+    return data[: bucket_size(specs)]
+
+
+def checksum(data: Tensor) -> Tensor:
+    """A position-sensitive 64-bit sum of a bucket's bytes: int64 [], on their device, without waiting for it.
+
+    The bytes are read as int64 words ``w_i``; the sum is ``sum w_i * (1 + 2 (i mod 8191))``, wrapping. The factors are
+    odd, so any change of one word shows. It notices lost, stale, changed and swapped words; it is no cryptographic
+    hash.
+    """
+    words = (torch.nn.functional.pad(data, (0, -len(data) % 8)) if len(data) % 8 else data).view(torch.int64)
+    factors = _factors(data.device)
     rows = len(words) // _CHECKSUM_PERIOD
-    factors = torch.arange(1, _CHECKSUM_PERIOD + 1, device=data.device)
-    body = words[: rows * _CHECKSUM_PERIOD].view(rows, _CHECKSUM_PERIOD)
-    total += (body.sum(0, dtype=torch.int64) * factors).sum()
-    tail = words[rows * _CHECKSUM_PERIOD :]
-    total += (tail.long() * factors[: len(tail)]).sum()
-    return int(total)
+    body, tail = words[: rows * _CHECKSUM_PERIOD], words[rows * _CHECKSUM_PERIOD :]
+    columns = body.view(rows, _CHECKSUM_PERIOD).sum(0)
+    columns[: len(tail)] += tail
+    return (columns * factors).sum()
 
 
-def gathered_state_dict(model: PackedModel) -> dict[str, Tensor] | None:
+@functools.cache
+def _factors(device: torch.device) -> Tensor:
+    return torch.arange(1, 2 * _CHECKSUM_PERIOD, 2, device=device)
+
+
+def gathered_state_dict(model: "PackedModel") -> dict[str, Tensor] | None:
     """The whole model on rank 0's CPU, by Hugging Face name, tied weights under each of their names; None elsewhere."""
-    rank0 = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    rank0 = not dist.is_initialized() or dist.get_rank() == 0
     state: dict[str, Tensor] = {}
-    for bucket in gathered_buckets(model, 1 << 28, materialise=rank0):
-        if bucket is not None:
-            data = bucket.data.cpu()
-            state |= {spec.name: view_bucket(data, spec).clone() for spec in bucket.specs}
+    for name, parameter in named_parameters(model):
+        whole = gather(parameter)
+        if rank0:
+            state[name] = whole.to("cpu", copy=True)
     if not rank0:
         return None
     first_name: dict[int, str] = {}

@@ -1,7 +1,8 @@
 """What a run records of itself: metrics per step, progress at the terminal, sampled completions, the final summary."""
 
 from rlhf.tracking.metrics import rollout_metrics
+from rlhf.tracking.performance import Roofline
 from rlhf.tracking.summary import print_summary, write_summary
 from rlhf.tracking.tracker import Tracker
 
-__all__ = ["Tracker", "print_summary", "rollout_metrics", "write_summary"]
+__all__ = ["Roofline", "Tracker", "print_summary", "rollout_metrics", "write_summary"]

@@ -11,6 +11,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from rlhf.tracking.performance import Bottleneck
+
 TEXT_WIDTH = 240  # characters of a prompt or completion in the table
 HEADLINES = ("reward", "accuracy", "margin")  # what says whether a run works: a policy's; a reward model's
 
@@ -25,8 +27,10 @@ class SampledCompletion:
     advantage: float | None
 
 
-def step_line(step: int, num_steps: int, record: Mapping[str, float | None]) -> str:
-    """One step in one line: headline numbers, KL where there is one, tokens per second, seconds per phase."""
+def step_line(
+    step: int, num_steps: int, record: Mapping[str, float | None], bottleneck: Bottleneck | None = None
+) -> str:
+    """One step in one line: headline numbers, KL if there is one, tokens per second, seconds per phase, bottleneck."""
     parts = [f"step {step}/{num_steps}"]
     shown = {name: name for name in HEADLINES} | {"kl": "kl", "objective/kl": "kl"}
     parts += [f"{label} {_number(record[name])}" for name, label in shown.items() if name in record]
@@ -35,6 +39,8 @@ def step_line(step: int, num_steps: int, record: Mapping[str, float | None]) -> 
     for name, seconds in record.items():
         if name.startswith("time/") and seconds is not None:
             parts.append(f"{name.removeprefix('time/').removesuffix('_s')} {seconds:.1f} s")
+    if bottleneck is not None and bottleneck.bound is not None:  # the longest phase alone can be seen above
+        parts.append(f"bound by {bottleneck}")
     return "  ".join(parts)
 
 
@@ -61,9 +67,9 @@ class ProgressDisplay:
             self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4)
             self._live.start()
 
-    def step(self, step: int, record: Mapping[str, float | None]) -> None:
+    def step(self, step: int, record: Mapping[str, float | None], bottleneck: Bottleneck | None = None) -> None:
         """A step has finished with these metrics."""
-        self._step, self._line = step, step_line(step, self._num_steps, record)
+        self._step, self._line = step, step_line(step, self._num_steps, record, bottleneck)
         if self._enabled and self._live is None:
             self.note(self._line)
 

@@ -3,6 +3,8 @@
 import importlib.metadata
 import json
 import platform
+import statistics
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +14,7 @@ from rich.table import Table
 
 import rlhf
 from rlhf.roles import Metrics
+from rlhf.tracking.performance import LIMITS
 from rlhf.tracking.progress import HEADLINES
 from rlhf.tracking.tracker import Tracker
 from rlhf.tracking.writers import finite, write_atomically
@@ -36,6 +39,7 @@ def write_summary(
 
     ``eval_before`` and ``eval_after``: metrics of the held-out prompts before the first and after the last step, None
     if not evaluated. ``steps``: training steps finished. ``peak_memory_gib``: of each role, on ``host`` and ``gpu``.
+    Adds ``performance`` from the run's metrics.jsonl.
     """
     summary = {
         "status": status,
@@ -45,6 +49,7 @@ def write_summary(
         "num_tokens": tracker.num_tokens,
         "wall_s": tracker.wall_s,
         "phases": dict(tracker.phases),
+        "performance": performance(Path(run_dir)),
         "device": device,
         "peak_memory_gib": {role: dict(peak) for role, peak in peak_memory_gib.items()},
         "final_model": None if final_model is None else str(final_model),
@@ -52,6 +57,22 @@ def write_summary(
     }
     write_atomically(Path(run_dir) / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
     return summary
+
+
+def performance(run_dir: Path) -> dict[str, Any]:
+    """``bottleneck``: the most frequent one, ``bottleneck_steps``: of how many steps; the median of every ``perf/*``.
+
+    Medians, because a run's first step compiles. Empty where metrics.jsonl names no bottleneck.
+    """
+    file = run_dir / "metrics.jsonl"
+    records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    bottlenecks = Counter(record["bottleneck"] for record in records if "bottleneck" in record)
+    if not bottlenecks:
+        return {}
+    ((name, count),) = bottlenecks.most_common(1)
+    figures = sorted({key for record in records for key in record if key.startswith("perf/")})
+    medians = {key: statistics.median(r[key] for r in records if r.get(key) is not None) for key in figures}
+    return {"bottleneck": name, "bottleneck_steps": count, **medians}
 
 
 def versions() -> dict[str, str]:
@@ -75,6 +96,13 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
     table.add_row("wall time", f"{summary['wall_s']:.1f} s")
     for name, seconds in summary["phases"].items():
         table.add_row(f"  {name}", f"{seconds:.1f} s ({seconds / summary['wall_s']:.0%})")
+    if bounds := summary["performance"]:
+        table.add_row(
+            "bottleneck", f"{bounds['bottleneck']} ({bounds['bottleneck_steps']} of {summary['steps']} steps)"
+        )
+        for limit in LIMITS.values():
+            if limit.figure in bounds:
+                table.add_row(f"  {limit.label}", f"{bounds[limit.figure]:.0%} of {limit.peak}")
     table.add_row("device", summary["device"])
     for role, peak in summary["peak_memory_gib"].items():
         table.add_row(f"  {role}", ", ".join(f"{gib:.1f} GiB {kind}" for kind, gib in peak.items()))

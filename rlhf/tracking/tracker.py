@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlhf.batch import Rollout
 from rlhf.config import TrackingConfig
+from rlhf.tracking.performance import find_bottleneck
 from rlhf.tracking.progress import ProgressDisplay, SampledCompletion
 from rlhf.tracking.writers import JsonLines, ScalarWriter, TensorBoard, WeightsAndBiases, finite
 
@@ -59,6 +60,11 @@ class Tracker:
         """Wall seconds of the run, those before the checkpoint it went on from included."""
         return time.perf_counter() - self._started_s
 
+    @property
+    def step_phases(self) -> dict[str, float]:
+        """Wall seconds of each phase since the last step's record, without those that are no part of a step."""
+        return {name: seconds for name, seconds in self._since_step.items() if name not in OUTSIDE_STEPS}
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Adds the wall seconds of its body to phase ``name``. Phases do not nest."""
@@ -83,11 +89,14 @@ class Tracker:
         ``num_episodes``: completions it sampled, for ``eps``, TRL's name of episodes per second.
 
         ``time/<phase>_s`` are seconds since the last step's record, so an evaluation or a checkpoint appears with the
-        step after it; ``tokens_per_s`` and ``eps`` leave those out, and are absent where no phase was measured.
+        step after it; ``tokens_per_s`` and ``eps`` leave those out, and are absent where no phase was measured, as is
+        ``bottleneck``, a name: the phase that took longest, and what bounds it where ``metrics`` tell.
         """
         assert step > self._step, f"step {step} was recorded before"
         self.num_tokens += num_tokens
-        step_s = sum(seconds for name, seconds in self._since_step.items() if name not in OUTSIDE_STEPS)
+        phases = self.step_phases
+        step_s = sum(phases.values())
+        bottleneck = find_bottleneck(phases, metrics)
         counts = {"tokens_per_s": num_tokens} | ({} if num_episodes is None else {"eps": num_episodes})
         values = {
             **{f"time/{name}_s": seconds for name, seconds in self._since_step.items()},
@@ -95,7 +104,8 @@ class Tracker:
             "num_tokens": self.num_tokens,
             **metrics,
         }
-        self._display.step(step, self._record("metrics", step, values))
+        names = {} if bottleneck is None else {"bottleneck": bottleneck.name}
+        self._display.step(step, self._record("metrics", step, values, names), bottleneck)
         self._step = step
         self._since_step = {}
 
@@ -149,13 +159,18 @@ class Tracker:
             self.phases[name] = self.phases.get(name, 0.0) + seconds
         self._display.resumed(self._step)
 
-    def _record(self, file: str, step: int, values: Mapping[str, float]) -> dict[str, float | None]:
-        """Gives the values to the file and every writer; returns them with None for what is not finite."""
+    def _record(
+        self, file: str, step: int, values: Mapping[str, float], names: Mapping[str, str] | None = None
+    ) -> dict[str, float | None]:
+        """Gives the values to the file and every writer, and ``names``, which no writer can draw, to the file alone.
+
+        Returns the values with None for what is not finite.
+        """
         recorded = finite(values)
         for name in (name for name, value in recorded.items() if value is None and name not in self._warned):
             self._warned.add(name)
             warnings.warn(f"{name} is {values[name]} at step {step}; it is null in {file}.jsonl", stacklevel=3)
-        self._file(file).append({"step": step, "wall_s": self.wall_s, **recorded})
+        self._file(file).append({"step": step, "wall_s": self.wall_s, **recorded, **(names or {})})
         for writer in self._writers:
             writer.write(step, values)
         return recorded

@@ -12,6 +12,7 @@ from actors.learner import LearnerActor
 from actors.roles import LearnerGroup
 from rlhf.batch import TrainBatch
 from rlhf.config import Config
+from rlhf.errors import ConfigError
 
 pytestmark = pytest.mark.ray
 
@@ -156,3 +157,43 @@ def test_saved_model_loads_with_transformers(one_rank_one_batch, tmp_path: Path,
     start = int(batch.prompt_lengths[0])
     actual = logits[start - 1 : -1].gather(-1, batch.tokens[start:, None])[:, 0]
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+
+
+def start_on_pretended_gpu(config: Config, num_bytes: int) -> tuple[ActorGroup, list[str | None]]:
+    """Starts ranks that believe in a GPU of that size; returns them with what each says about its memory."""
+    count = config.learner.num_ranks
+    remote = ray.remote(OnPretendedGpu).options(num_cpus=1, runtime_env={"env_vars": CPU_ENV})
+    handles = [remote.remote(config, rank, count) for rank in range(count)]
+    group = ActorGroup.locate("learner", handles, DEADLINE).result()
+    group.call("pretend", num_bytes, deadline=DEADLINE, doing="pretending").result()
+    try:
+        lines = group.call("check_memory", deadline=DEADLINE, doing="planning memory").result()
+        port = ray.get(handles[0].free_port.remote(), timeout=60)
+        group.call("start", group.members[0].node, port, deadline=DEADLINE, doing="starting").result()
+    except BaseException:
+        group.kill()
+        raise
+    return group, lines
+
+
+class OnPretendedGpu(LearnerActor):
+    def pretend(self, num_bytes: int) -> None:
+        import actors.learner
+
+        actors.learner.device_bytes = lambda device: num_bytes + self._rank  # the smallest decides
+
+    def decided(self) -> tuple[bool | None, bool | None]:
+        return self._decided.gradient_checkpointing, self._decided.offload_when_idle
+
+
+def test_memory_decides_alike_on_all_ranks(ray_session, tiny_config) -> None:
+    group, lines = start_on_pretended_gpu(tiny_config("learner.num_ranks=2"), 16 << 30)
+    decided = group.call("decided", deadline=DEADLINE, doing="telling").result()
+    group.kill()
+    assert decided == [(False, False)] * 2
+    assert all(line is not None and "gradient checkpointing off" in line for line in lines)
+
+
+def test_what_does_not_fit_is_refused_before_it_loads(ray_session, tiny_config) -> None:
+    with pytest.raises(ConfigError, match=r"^learner: .* GiB predicted to train, the GPU has 1\.0; raise learner"):
+        start_on_pretended_gpu(tiny_config("learner.num_ranks=2"), 1 << 30)

@@ -1,18 +1,76 @@
 """The benchmarks run, in their tiny mode, and write what they measured. No figure is asserted."""
 
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.common import PHASES, TrainRun
+from benchmarks.lengths import ragged_length
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def measured(module: str, model: Path, out: Path, *options: str, timeout_s: float = 280) -> dict[str, Any]:
+    command = [sys.executable, "-m", f"benchmarks.{module}", "--tiny", str(model), *options, "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return json.loads(out.read_text())
+
+
 def test_bench_learner(tiny_model_dir: Path, tmp_path: Path) -> None:
-    out = tmp_path / "learner.json"
-    command = [sys.executable, "-m", "benchmarks.bench_learner", str(tiny_model_dir), "--tiny", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    variants = json.loads(out.read_text())["variants"]
+    variants = measured("bench_learner", tiny_model_dir, tmp_path / "learner.json")["variants"]
     assert variants.keys() == {"default", "zero1"}
     assert all(result["tokens_per_s"] > 0 for result in variants.values())
+
+
+def test_bench_rollout(tiny_model_dir: Path, tmp_path: Path) -> None:
+    settings = ["logprobs=true", "--variant", "two", "workers=2", "idle_processes=1", "engine_args.block_size=64"]
+    result = measured("bench_rollout", tiny_model_dir, tmp_path / "rollout.json", *settings)
+    (row,) = result["rows"]
+    assert row["variant"] == "two" and row["tokens_per_s"] > 0 and "hbm" not in row
+    assert result["variants"]["two"].items() >= {"workers": 2, "logprobs": True, "sequences": 8}.items()
+
+
+@pytest.mark.ray
+def test_bench_step(tiny_model_dir: Path, tmp_path: Path) -> None:
+    result = measured("bench_step", tiny_model_dir, tmp_path / "step.json", "--lengths", "ragged")
+    (ours,) = result["rows"]
+    assert ours["side"] == "ours" and "ratio" not in result
+    assert all(ours[name] > 0 for name in ("step_s", *(f"{phase}_s" for phase in PHASES)))
+    # The lengths are imposed: of 2 x 4 completions per step, steps 2 and 3 count.
+    imposed = [sum(ragged_length(8 * step + i, 8) for i in range(8)) for step in (1, 2)]
+    assert result["completion_tokens"]["ours"] == imposed
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_bench_scaling(tiny_model_dir: Path, tmp_path: Path) -> None:
+    result = measured("bench_scaling", tiny_model_dir, tmp_path / "scaling.json", timeout_s=880)
+    pool, overlap = result["rows"]
+    assert (pool["part"], pool["rollout_gpus"], pool["sequences"], pool["efficiency"]) == ("separate", 1, 8, 1.0)
+    assert overlap["part"] == "overlap" and overlap["async_step_s"] > 0 and overlap["overlap"] > 0
+
+
+def test_ragged_lengths_have_the_median_and_the_bounds_they_say() -> None:
+    drawn = [ragged_length(i, 1024) for i in range(4000)]
+    assert abs(statistics.median(drawn) - 330) < 20
+    assert min(drawn) >= 1 and max(drawn) == 1024
+    assert drawn[:5] == [ragged_length(i, 1024) for i in range(5)] and len(set(drawn[:5])) > 1
+
+
+def test_a_step_lasts_from_end_to_end_without_evaluation() -> None:
+    steps = [
+        {"step": 1, "wall_s": 50.0, "time/generate_s": 30.0},
+        {"step": 2, "wall_s": 60.0, "time/generate_s": 4.0, "time/evaluate_s": 3.0},
+        {"step": 3, "wall_s": 65.0, "time/generate_s": 2.0},
+        {"step": 4, "wall_s": 74.0, "time/generate_s": 3.0, "time/checkpoint_s": 1.0},
+    ]
+    done = TrainRun(steps, {})
+    assert done.step_s() == 7.0  # of 7, 5 and 8
+    assert done.median("time/generate_s") == 3.0

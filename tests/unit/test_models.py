@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf.batch import TrainBatch
 from rlhf.errors import ConfigError
-from rlhf.models import PolicyModel, load_policy, load_scalar, packed_inputs
+from rlhf.models import PolicyModel, _repeat_heads, load_policy, load_scalar, packed_inputs
 
 TEMPERATURE = 0.7
 CPU = torch.device("cpu")
@@ -64,6 +64,30 @@ def test_packed_equals_one_sequence_at_a_time(
         assert parameter.grad is not None
         scale = parameter.grad.abs().max().item()
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-5 * scale, msg=name)
+
+
+def test_packed_inputs_by_hand() -> None:
+    batch = TrainBatch(
+        tokens=torch.tensor([10, 11, 12, 20, 21, 22, 23]),
+        prompt_lengths=torch.tensor([2, 1]),
+        completion_lengths=torch.tensor([1, 3]),
+        truncated=torch.zeros(2, dtype=torch.bool),
+        versions=torch.zeros(4, dtype=torch.int32),
+    )
+    inputs = packed_inputs(batch, CPU)
+    assert inputs.tokens.tolist() == batch.tokens.tolist()
+    assert inputs.positions.tolist() == [0, 1, 2, 0, 1, 2, 3]
+    assert (inputs.borders.tolist(), inputs.borders.dtype, inputs.max_length) == ([0, 3, 7], torch.int32, 4)
+    assert inputs.predictors.tolist() == [1, 3, 4, 5]
+    assert inputs.targets.tolist() == [12, 21, 22, 23]
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_repeated_heads_lie_side_by_side(repeats: int) -> None:
+    grouped = torch.randn(5, 2, 4, generator=torch.Generator().manual_seed(0))
+    repeated = _repeat_heads(grouped.transpose(0, 1).contiguous().transpose(0, 1), repeats)
+    assert repeated.is_contiguous()
+    assert torch.equal(repeated, grouped.repeat_interleave(repeats, dim=1))
 
 
 def test_chunked_logprobs_gradient_is_the_numerical_one() -> None:

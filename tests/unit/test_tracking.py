@@ -148,6 +148,31 @@ def test_phases_count_per_step_and_over_the_run_even_if_they_raise(tmp_path: Pat
     tracker.close()
 
 
+def measured_steps(tracker: Tracker, *shares: float) -> None:
+    """A step for each share of the memory bandwidth, of which generating takes the most time."""
+    for step, share in enumerate(shares, start=1):
+        with tracker.phase("evaluate"):  # longer than any phase of the step, and no part of it
+            time.sleep(0.02)
+        with tracker.phase("generate"):
+            time.sleep(0.01)
+        with tracker.phase("update"):
+            pass
+        assert tracker.step_phases.keys() == {"generate", "update"}
+        tracker.log_step(step, {"perf/hbm_decode": share}, num_tokens=1)
+
+
+def test_a_step_names_its_bottleneck_in_the_file_and_shows_why(tmp_path: Path):
+    console = plain()
+    tracker = tracker_in(tmp_path, TrackingConfig(tensorboard=True), console)
+    measured_steps(tracker, 0.21)
+    tracker.log_step(2, {}, num_tokens=1)  # no phase was measured
+    tracker.close()
+    first, second = records(tmp_path / "metrics.jsonl")
+    assert first["bottleneck"] == "generate: engine overhead" and "bottleneck" not in second
+    shown, _ = printed(console).splitlines()
+    assert shown.endswith("  bound by generate: engine overhead (HBM 21 %)")
+
+
 def test_resume_drops_later_steps_and_a_half_written_line(tmp_path: Path):
     tracker = tracker_in(tmp_path)
     tracker.log_eval(0, {"reward": 0.0})
@@ -418,6 +443,24 @@ def test_a_summary_without_evaluation_says_null(tmp_path: Path):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["eval_before"] is None and summary["eval_after"] is None and summary["final_model"] is None
     assert "run completed after 3 steps" in printed(console) and "eval_before" not in printed(console)
+
+
+def test_the_summary_names_the_usual_bottleneck_and_the_median_figures(tmp_path: Path):
+    tracker = tracker_in(tmp_path)
+    measured_steps(tracker, 0.5, 0.1, 0.2)
+    console = plain()
+    summary = summarised(tmp_path, tracker=tracker, steps=3)
+    assert summary["performance"] == {
+        "bottleneck": "generate: engine overhead",
+        "bottleneck_steps": 2,
+        "perf/hbm_decode": 0.2,
+    }
+    print_summary(summary, console)
+    assert "engine overhead (2 of 3 steps)" in printed(console) and "20% of memory bandwidth" in printed(console)
+
+
+def test_a_summary_of_a_run_that_measured_nothing_names_no_bottleneck(tmp_path: Path):
+    assert summarised(tmp_path)["performance"] == {}
 
 
 def test_the_printed_summary_shows_reward_before_and_after(tmp_path: Path):

@@ -1,12 +1,24 @@
-"""Buckets carry every parameter once, and their checksum notices what a transport may do to them."""
+"""Buckets carry every byte of every parameter once, and their checksum notices what a transport may do to them."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from actors.load_plan import LoadPlan, UnplannableError, keeps_weights_as_loaded
 from rlhf.models import load_policy
-from rlhf.weights import bucket_layout, checksum, gathered_buckets, gathered_state_dict, named_parameters, view_bucket
+from rlhf.weights import (
+    bucket_layout,
+    bucket_size,
+    checksum,
+    gathered_state_dict,
+    named_parameters,
+    pack,
+    view_bucket,
+    walk_buckets,
+)
 
 
 @pytest.fixture(scope="module")
@@ -14,18 +26,26 @@ def policy(tiny_model_dir: Path):
     return load_policy(str(tiny_model_dir), dtype=torch.float32, temperature=1.0, chunk_tokens=64)
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 50_000, 1 << 30])
+@pytest.mark.parametrize("bucket_bytes", [3_000, 50_000, 1 << 30])
 def test_buckets_hold_every_parameter_once(policy, bucket_bytes: int) -> None:
-    seen = {}
-    for bucket in gathered_buckets(policy, bucket_bytes, materialise=True):
-        assert bucket is not None
-        assert len(bucket.specs) == 1 or bucket.data.numel() <= bucket_bytes
-        for spec in bucket.specs:
-            assert spec.name not in seen
-            seen[spec.name] = view_bucket(bucket.data, spec).clone()
     expected = dict(named_parameters(policy))
-    assert seen.keys() == expected.keys()
+    seen = {name: torch.full_like(parameter, torch.nan) for name, parameter in expected.items()}
+    layout = bucket_layout(policy, bucket_bytes)
+    buffer = torch.empty(max(bucket_size(specs) for specs in layout), dtype=torch.uint8)
+    for specs, pieces in walk_buckets(policy, layout):
+        data = pack(specs, pieces, buffer)
+        assert len(data) == bucket_size(specs) <= bucket_bytes
+        for spec in specs:
+            rows = seen[spec.name] if spec.is_whole else seen[spec.name].narrow(0, spec.first_row, spec.shape[0])
+            assert rows.isnan().all(), f"{spec.name} comes twice"
+            rows.copy_(view_bucket(data, spec))
     assert all(torch.equal(seen[name], parameter) for name, parameter in expected.items())
+
+
+def test_a_row_larger_than_a_bucket_gets_one_of_its_own(policy) -> None:
+    layout = bucket_layout(policy, 16)
+    assert {len(specs) for specs in layout} == {1}
+    assert sum(spec.num_bytes for (spec,) in layout) == sum(4 * p.numel() for _, p in named_parameters(policy))
 
 
 def test_names_are_hugging_faces_and_tied_weights_come_once(policy) -> None:
@@ -38,18 +58,109 @@ def test_state_dict_holds_tied_weights_under_both_names(policy) -> None:
     state = gathered_state_dict(policy)
     assert state is not None
     assert torch.equal(state["lm_head.weight"], state["model.embed_tokens.weight"])
+    assert state["lm_head.weight"].data_ptr() != policy.lm.model.embed_tokens.weight.data_ptr()
 
 
-@pytest.mark.parametrize("size", [1, 16, 4 * 8191, 100_003])
+@pytest.mark.parametrize("size", [1, 16, 8 * 8191, 3 * 8 * 8191, 200_003])
 def test_checksum_notices_changes_and_swaps(size: int) -> None:
     data = torch.randint(1, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    original = checksum(data)
-    assert checksum(data.clone()) == original
+    original = int(checksum(data))
+    assert int(checksum(data.clone())) == original
     for position in (0, size // 2, size - 1):
-        changed = data.clone()
-        changed[position] ^= 1
-        assert checksum(changed) != original
+        for bit in (1, 128):
+            changed = data.clone()
+            changed[position] ^= bit
+            assert int(checksum(changed)) != original
     if size > 16:
         swapped = data.clone()
-        swapped[:4], swapped[4:8] = data[4:8].clone(), data[:4].clone()
-        assert checksum(swapped) != original
+        swapped[:8], swapped[8:16] = data[8:16].clone(), data[:8].clone()
+        assert int(checksum(swapped)) != original
+
+
+def test_checksum_by_hand() -> None:
+    words = torch.zeros(8191 + 2, dtype=torch.int64)
+    words[0], words[1], words[8191 + 1] = 5, 7, 11
+    assert int(checksum(words.view(torch.uint8))) == 5 * 1 + 7 * 3 + 11 * 3
+
+
+class Fused(nn.Module):
+    """As vLLM keeps a layer: queries and keys in one parameter, this process's half of the columns of the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk = nn.Parameter(torch.zeros(12, 6), requires_grad=False)
+        self.out = nn.Parameter(torch.zeros(6, 4), requires_grad=False)
+        self.embed = nn.Parameter(torch.zeros(16, 6), requires_grad=False)  # two rows of padding
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "q":
+                self.qk[:8].data.copy_(tensor)
+            elif name == "k":
+                self.qk.data.narrow(0, 8, 4).copy_(tensor)
+            elif name == "out":
+                self.out.data.copy_(tensor.narrow(1, 4, 4))
+            else:
+                self.embed[:14].data.copy_(tensor)
+                self.embed[14:].data.fill_(0)
+
+
+def checkpoint() -> nn.Module:
+    shapes = {"q": (8, 6), "k": (4, 6), "out": (6, 8), "embed": (14, 6)}
+    return nn.ParameterDict({name: torch.randn(shape) for name, shape in shapes.items()})  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("bucket_bytes", [40, 100, 1 << 20])
+def test_a_load_plan_copies_what_the_loader_would(bucket_bytes: int) -> None:
+    source, expected, model = checkpoint(), Fused(), Fused()
+    expected.load_weights(source.named_parameters())
+    layout = bucket_layout(source, bucket_bytes)  # type: ignore[arg-type]
+    plan = LoadPlan(model, model.load_weights, layout)
+    assert not any(parameter.any() for parameter in model.parameters()), "planning must not write"
+    for specs, pieces in walk_buckets(source, layout):  # type: ignore[arg-type]
+        data = pack(specs, pieces, torch.empty(bucket_size(specs), dtype=torch.uint8))
+        for target, rows in plan.copies(specs, data):
+            target.copy_(rows)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+def test_loaders_that_do_more_than_copy_are_not_planned() -> None:
+    layout = bucket_layout(checkpoint(), 100)  # type: ignore[arg-type]
+    model = Fused()
+
+    def transforming(weights: Iterable[tuple[str, Tensor]]) -> None:
+        model.load_weights((name, tensor * 2) for name, tensor in weights)
+
+    def forgetful(weights: Iterable[tuple[str, Tensor]]) -> None:
+        model.load_weights((name, tensor) for name, tensor in weights if name != "k")
+
+    with pytest.raises(UnplannableError, match=r"aten\.mul"):
+        LoadPlan(model, transforming, layout)
+    with pytest.raises(UnplannableError, match="qk: the loader writes 48 elements"):
+        LoadPlan(model, forgetful, layout)
+
+
+def test_tensors_cut_by_rows_must_be_taken_by_rows() -> None:
+    source, model = nn.ParameterDict({"w": torch.randn(4, 6)}), nn.Linear(4, 6, bias=False)
+
+    def transposing(weights: Iterable[tuple[str, Tensor]]) -> None:
+        for _, tensor in weights:
+            model.weight.data.copy_(tensor.t())
+
+    LoadPlan(model, transposing, bucket_layout(source, 1000))  # type: ignore[arg-type]
+    with pytest.raises(UnplannableError, match="w is cut by rows"):
+        LoadPlan(model, transposing, bucket_layout(source, 50))  # type: ignore[arg-type]
+
+
+def test_only_plain_layers_keep_their_weights() -> None:
+    def layer(method: str) -> nn.Module:
+        module = nn.Linear(2, 2)
+        module.quant_method = type(method, (), {})()  # type: ignore[assignment]
+        return module
+
+    class MLAAttention(nn.Module):
+        def process_weights_after_loading(self) -> None: ...
+
+    assert keeps_weights_as_loaded(nn.Sequential(layer("UnquantizedLinearMethod"), layer("UnquantizedEmbeddingMethod")))
+    assert not keeps_weights_as_loaded(nn.Sequential(layer("UnquantizedFusedMoEMethod")))
+    assert not keeps_weights_as_loaded(nn.Sequential(layer("UnquantizedLinearMethod"), MLAAttention()))

@@ -1,0 +1,265 @@
+"""Tokens per second of the rollout engine loop without Ray, one row per variant, each in processes of its own.
+
+python -m benchmarks.bench_rollout MODEL_DIR [KEY=VALUE ...] [--variant NAME KEY=VALUE ...] ... [--out result.json]
+python -m benchmarks.bench_rollout MODEL_DIR workers=1 --variant plain --variant two workers=2 \\
+    --variant logprobs logprobs=true --variant sync engine_args.async_scheduling=false --variant v1 env.VLLM_FLAG=1
+python -m benchmarks.bench_rollout --tiny MODEL_DIR          # under a minute on a CPU; what the test runs
+
+The keys are the fields of ``Variant``; those before the first ``--variant`` hold for all of them.
+"""
+
+import argparse
+import contextlib
+import math
+import multiprocessing
+import os
+import queue
+import statistics
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from transformers import AutoConfig, AutoTokenizer
+
+from actors.rollout import EngineLoop, Request, WorkerSpec, worker_env
+from benchmarks.common import Row, device_name, show, write_json
+from rlhf.batch import Prompt
+from rlhf.config import DataConfig, RolloutConfig
+from rlhf.data import load_prompts
+from rlhf.roofline import decode_bytes, device_peaks, shape_of
+
+TINY = ["sequences=8", "group=4", "prompt_words=4", "completion=8", "repeats=1"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to sample ``sequences`` completions of ``completion`` tokens each."""
+
+    sequences: int = 512
+    group: int = 8  # completions per prompt
+    prompt_words: int = 100
+    completion: int = 512  # tokens
+    max_num_seqs: int = 512  # of all workers together
+    logprobs: bool = False
+    seed_requests: bool = False
+    gpu_memory_fraction: float = 0.35  # of all workers together
+    workers: int = 1  # engines at once on the same GPU, the sequences divided among them
+    idle_processes: int = 0  # others that hold a context on the GPU and sleep, as a colocated learner does
+    repeats: int = 3
+    engine_args: dict[str, Any] = field(default_factory=dict)  # passed to vLLM as they are
+    env: dict[str, str] = field(default_factory=dict)  # environment that vLLM is imported under
+
+
+def phrases(model: str, count: int, num_words: int) -> list[Prompt]:
+    """``count`` prompts of random words, tokenised: what ``task:phrases`` trains on."""
+    data = DataConfig(
+        train="task:phrases", task_args={"num_words": num_words, "num_rows": count}, max_prompt_tokens=10**6
+    )
+    prompts = load_prompts(data.train, data, AutoTokenizer.from_pretrained(model), split="train", seed=0)
+    return [prompts.prompt(row, id=row) for row in range(count)]
+
+
+def worker_spec(model: str, variant: Variant, prompt_tokens: int) -> WorkerSpec:
+    """What one of the variant's workers is told: its share of the sequences and of the GPU."""
+    return WorkerSpec(
+        config=RolloutConfig(
+            max_completion_tokens=variant.completion,
+            ignore_eos=True,
+            seed_requests=variant.seed_requests,
+            gpu_memory_fraction=variant.gpu_memory_fraction / variant.workers,
+            max_num_seqs=math.ceil(variant.max_num_seqs / variant.workers),
+            engine_args=dict(variant.engine_args),
+        ),
+        model_path=model,
+        trust_remote_code=False,
+        max_model_tokens=prompt_tokens + variant.completion,
+        device="gpu" if torch.cuda.is_available() else "cpu",
+        colocated=False,
+        logprobs=variant.logprobs,
+        seed=0,
+    )
+
+
+@dataclass(frozen=True)
+class Timing:
+    """When one worker generated, in seconds of the host's monotonic clock, and what came of it."""
+
+    started: float
+    ended: float
+    lengths: list[tuple[int, int]]  # tokens of prompt and completion, in the order they finished
+
+
+class Worker:
+    """One engine loop in this process."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._loop = EngineLoop(spec)
+        self._loop.start()
+        # Returns once the engine is up. The weights it loaded are version 0: none are published here.
+        self._loop.call(lambda engine: self._loop.resume(engine, 0))
+
+    def generate(self, requests: list[Request]) -> "Timing":
+        """Samples all of them, with nothing cached."""
+        self._loop.call(lambda engine: engine.reset_prefix_cache())
+
+        def add_all(engine: Any) -> None:
+            for request in requests:
+                self._loop.add(engine, request)
+
+        started = time.monotonic()
+        self._loop.call(add_all)
+        lengths: list[tuple[int, int]] = []
+        while len(lengths) < len(requests):
+            try:
+                _, rollout = self._loop.finished.get(timeout=5.0)
+            except queue.Empty:
+                if self._loop.failure is not None:
+                    raise self._loop.failure from None
+                continue
+            lengths.append((len(rollout.prompt.token_ids), len(rollout.token_ids)))
+        return Timing(started, time.monotonic(), lengths)
+
+    def stop(self) -> None:
+        """Ends vLLM's own processes; without this they outlive ours for a while, and hold its memory."""
+        self._loop.call(lambda engine: engine.engine_core.shutdown())
+
+
+WORKER: list[Worker] = []  # of a child process: at most one
+
+
+def child_start(spec: WorkerSpec) -> None:
+    WORKER.append(Worker(spec))
+
+
+def child_generate(requests: list[Request]) -> Timing:
+    return WORKER[0].generate(requests)
+
+
+def child_stop() -> None:
+    WORKER[0].stop()
+
+
+def idle(ready: Any) -> None:
+    """A process with torch and, where there is a GPU, a context on it, which does nothing."""
+    torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
+    ready.set()
+    time.sleep(1e6)
+
+
+@contextlib.contextmanager
+def environment(env: dict[str, str]) -> Iterator[None]:
+    """``env`` for the processes that are started inside."""
+    before = dict(os.environ)
+    os.environ.update(env)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def idle_processes(count: int) -> Iterator[None]:
+    """So many idle processes beside what happens inside."""
+    spawn = multiprocessing.get_context("spawn")
+    events = [spawn.Event() for _ in range(count)]
+    processes: list[BaseProcess] = [spawn.Process(target=idle, args=(event,), daemon=True) for event in events]
+    try:
+        for process in processes:
+            process.start()
+        for event in events:
+            assert event.wait(timeout=120), "an idle process did not come up"
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def measure(model: str, variant: Variant, device: str) -> Row:
+    """Starts the variant's workers, generates once to warm up, then ``repeats`` times; figures of the median time.
+
+    ``hbm`` is the share of the device's memory bandwidth that decoding accounts for at least (rlhf.roofline).
+    """
+    prompts = phrases(model, variant.sequences // variant.group, variant.prompt_words)
+    requests = [
+        Request(f"{prompt.id}/{sample}", prompt, sample) for prompt in prompts for sample in range(variant.group)
+    ]
+    # Groups stay whole, to share their prompts.
+    shares = [[r for r in requests if r.prompt.id % variant.workers == w] for w in range(variant.workers)]
+    spec = worker_spec(model, variant, max(len(p.token_ids) for p in prompts))
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // variant.workers))} if device == "cpu" else {}
+    spawn = multiprocessing.get_context("spawn")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(environment(threads | worker_env(spec.device) | variant.env))
+        stack.enter_context(idle_processes(variant.idle_processes))
+        children = [stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn)) for _ in shares]
+        started = time.monotonic()
+        for child in children:  # one after the other: vLLM sizes its cache from the memory it finds free
+            child.submit(child_start, spec).result()
+        start_s = time.monotonic() - started
+        times = []
+        lengths: list[tuple[int, int]] = []
+        for _ in range(1 + variant.repeats):
+            calls = [child.submit(child_generate, share) for child, share in zip(children, shares, strict=True)]
+            done = [call.result() for call in calls]
+            times.append(max(timing.ended for timing in done) - min(timing.started for timing in done))
+            lengths = [pair for timing in done for pair in timing.lengths]
+        for child in children:
+            child.submit(child_stop).result()
+    times = times[1:]
+    seconds = statistics.median(times)
+    row: Row = {
+        "generate_s": seconds,
+        "min_s": min(times),
+        "max_s": max(times),
+        "tokens_per_s": sum(completion for _, completion in lengths) / seconds,
+        "prompt_tokens": statistics.fmean(prompt for prompt, _ in lengths),
+        "start_s": start_s,
+    }
+    if (peaks := device_peaks(device)) is not None:
+        num_bytes = decode_bytes(
+            shape_of(AutoConfig.from_pretrained(model)),
+            [completion for _, completion in lengths],
+            num_workers=variant.workers,
+            max_num_seqs=spec.config.max_num_seqs,
+        )
+        row["hbm"] = num_bytes / (seconds * peaks.bytes_per_s)
+    return row
+
+
+def read_variant(common: list[str], settings: list[str]) -> Variant:
+    """The variant of ``key=value`` settings over the common ones."""
+    merged = OmegaConf.merge(OmegaConf.structured(Variant), OmegaConf.from_dotlist([*common, *settings]))
+    variant = OmegaConf.to_object(merged)
+    assert isinstance(variant, Variant)
+    return variant
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--variant", nargs="+", action="append", metavar=("NAME", "KEY=VALUE"))
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    common = [*(TINY if args.tiny else []), *args.settings]
+    variants = {name: read_variant(common, settings) for name, *settings in args.variant or [["default"]]}
+    device = device_name()
+    rows: list[Row] = []
+    for name, variant in variants.items():
+        rows.append({"variant": name, **measure(args.model, variant, device)})
+        print(rows[-1], flush=True)  # what is measured stays, if a later variant fails
+    settings = {name: OmegaConf.to_container(OmegaConf.structured(variant)) for name, variant in variants.items()}
+    show(f"rollout engine on {device}", rows)
+    write_json(args.out, rows, variants=settings)
+
+
+if __name__ == "__main__":
+    main()

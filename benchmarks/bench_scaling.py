@@ -1,0 +1,144 @@
+"""More GPUs, more speed? Whole runs of ``rlhf train`` on 1 to --gpus GPUs of one host, one row each.
+
+python -m benchmarks.bench_scaling MODEL_DIR [KEY=VALUE ...] --gpus 4 [--parts separate colocate overlap] [--out FILE]
+python -m benchmarks.bench_scaling --tiny MODEL_DIR          # about a minute on two CPU cores; what the test runs
+
+separate   one learner GPU and 1 to N-1 rollout GPUs, each with the same number of sequences: tokens/s of the pool, and
+           its efficiency over one worker's
+colocate   learner ranks and rollout workers on the same 1, 2, 4, ... GPUs, each with the same number of sequences: the
+           whole step, and a pool as large as the host
+overlap    one learner GPU and 1 to N-1 rollout GPUs over the same batch, in turns and at once: an asynchronous step
+           against max(generate, train) of the synchronous one
+
+MODEL_DIR: rlhf prepare random DIR --size 0.5b. KEY=VALUE pairs go to every ``rlhf train``.
+"""
+
+import argparse
+import statistics
+from pathlib import Path
+
+from benchmarks.common import Row, TrainRun, show, train, write_json
+
+CONFIG = "grpo_0.5b_1gpu.yaml"
+TRAIN_PHASES = ("score", "advantage", "update", "publish")
+TINY_SETTINGS = ["learner.compile=false", "learner.cpus_per_rank=1", "rollout.cpus_per_worker=1"]
+
+
+class Scaling:
+    """Runs at one amount of work per worker (``prompts`` x 8 completions), or in all."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+
+    def separate(self) -> list[Row]:
+        """Pools of 1 to N-1 workers."""
+        rows = [self._weak("separate", workers, learner_gpus=1) for workers in range(1, self._args.gpus)]
+        return self._with_efficiency(rows)
+
+    def colocate(self) -> list[Row]:
+        """The whole step on 1, 2, 4, ... GPUs."""
+        counts = [2**k for k in range(self._args.gpus.bit_length()) if 2**k <= self._args.gpus]
+        return self._with_efficiency([self._weak("colocate", count, learner_gpus=count) for count in counts])
+
+    def overlap(self) -> list[Row]:
+        """Synchronous and asynchronous steps over one batch, with 1 to N-1 rollout workers."""
+        rows = []
+        for workers in range(1, self._args.gpus):
+            # Both ask vLLM for log-probabilities, which cost it time.
+            settings = ["placement.mode=separate", "algorithm.rollout_correction=token_truncate"]
+            in_turns = self._run(workers, self._args.prompts, settings)
+            at_once = self._run(
+                workers, self._args.prompts, [*settings, f"rollout.max_staleness={self._args.staleness}"]
+            )
+            generate_s = in_turns.median("time/generate_s")
+            train_s = sum(in_turns.median(f"time/{phase}_s") for phase in TRAIN_PHASES)
+            rows.append(
+                {
+                    "part": "overlap",
+                    "rollout_gpus": workers,
+                    "learner_gpus": 1,
+                    "generate_s": generate_s,
+                    "train_s": train_s,
+                    "sync_step_s": in_turns.step_s(),
+                    "async_step_s": at_once.step_s(),
+                    "speedup": in_turns.step_s() / at_once.step_s(),
+                    "overlap": max(generate_s, train_s) / at_once.step_s(),  # 1: the shorter of the two is hidden
+                }
+            )
+            print(rows[-1], flush=True)  # what is measured stays, if a later run fails
+        return rows
+
+    def _weak(self, mode: str, workers: int, *, learner_gpus: int) -> Row:
+        """A run whose batch grows with its workers."""
+        prompts = self._args.prompts * workers
+        done = self._run(workers, prompts, [f"placement.mode={mode}", f"learner.num_ranks={learner_gpus}"])
+        num_sequences = prompts * self._args.group
+        row = {
+            "part": mode,
+            "rollout_gpus": workers,
+            "learner_gpus": learner_gpus,
+            "sequences": num_sequences,
+            "step_s": done.step_s(),
+            "generate_s": done.median("time/generate_s"),
+            "update_s": done.median("time/update_s"),
+            "publish_s": done.median("time/publish_s"),
+            "tokens_per_s": statistics.median(
+                step["completions/mean_length"] * num_sequences / step["time/generate_s"] for step in done.steps[1:]
+            ),
+        }
+        print(row, flush=True)
+        return row
+
+    def _run(self, workers: int, prompts: int, settings: list[str]) -> TrainRun:
+        args = self._args
+        return train(
+            CONFIG,
+            [
+                f"model.path={args.model}",
+                f"num_steps={args.steps}",
+                f"algorithm.prompts_per_step={prompts}",
+                f"algorithm.group_size={args.group}",
+                f"rollout.num_workers={workers}",
+                f"rollout.max_completion_tokens={args.completion}",
+                f"rollout.max_num_seqs={args.prompts * args.group}",
+                *settings,
+                *args.settings,
+            ],
+        )
+
+    @staticmethod
+    def _with_efficiency(rows: list[Row]) -> list[Row]:
+        """Adds each pool's tokens/s per worker over the smallest one's."""
+        alone = rows[0]["tokens_per_s"] / rows[0]["rollout_gpus"]
+        return [{**row, "efficiency": row["tokens_per_s"] / row["rollout_gpus"] / alone} for row in rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--gpus", type=int, default=4)
+    parser.add_argument(
+        "--parts", nargs="+", default=["separate", "colocate", "overlap"], choices=["separate", "colocate", "overlap"]
+    )
+    parser.add_argument("--prompts", type=int, default=64, help="per worker; in the overlap part in all")
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--completion", type=int, default=512, help="tokens")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--staleness", type=int, default=1, help="versions, of the asynchronous runs")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if args.tiny:
+        vars(args).update(gpus=2, parts=["separate", "overlap"], prompts=2, group=4, completion=8, steps=3, staleness=0)
+        args.settings = [*TINY_SETTINGS, *args.settings]
+    scaling = Scaling(args)
+    facts = {name: getattr(args, name) for name in ("prompts", "group", "completion", "staleness")}
+    rows = [row for part in args.parts for row in getattr(scaling, part)()]
+    for part in args.parts:
+        show(f"scaling: {part}", [row for row in rows if row["part"] == part])
+    write_json(args.out, rows, **facts)
+
+
+if __name__ == "__main__":
+    main()

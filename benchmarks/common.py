@@ -1,0 +1,138 @@
+"""What the benchmarks share: a run of ``rlhf train`` read back, a table at the terminal, a JSON file."""
+
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from rich.console import Console
+from rich.table import Table
+
+from rlhf.tracking.tracker import OUTSIDE_STEPS
+
+ROOT = Path(__file__).resolve().parents[1]
+PHASES = ("generate", "score", "advantage", "update", "publish")  # of one training step, as its metrics name them
+TRAIN_SETTINGS = (  # nothing that only costs time, and no second attempt that would pass for the first
+    "tracking.tensorboard=false",
+    "tracking.completions_every_steps=0",
+    "checkpoint.save_final_model=false",
+    "checkpoint.max_restarts=0",
+)
+LOG_WIDTH = 200  # of a table that no terminal bounds
+TAIL_CHARACTERS = 4000  # of a failed command's output
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TrainRun:
+    """What a finished ``rlhf train`` wrote: a record per step (metrics.jsonl), and summary.json."""
+
+    steps: list[dict[str, Any]]
+    summary: dict[str, Any]
+
+    def median(self, name: str) -> float:
+        """The median of a metric over the steps from the second on; the first one compiles and captures."""
+        return statistics.median(step[name] for step in self.steps[1:])
+
+    def step_s(self) -> float:
+        """Median seconds from one step's end to the next one's, less evaluations and checkpoints between them."""
+        pairs = zip(self.steps, self.steps[1:], strict=False)
+        return statistics.median(
+            after["wall_s"] - before["wall_s"] - sum(after.get(f"time/{phase}_s", 0.0) for phase in OUTSIDE_STEPS)
+            for before, after in pairs
+        )
+
+
+def train(config: str, overrides: Sequence[str]) -> TrainRun:
+    """Runs ``rlhf train`` with ``conf/<config>`` in a process and a directory of its own, and reads what it recorded.
+
+    Raises RuntimeError with the end of its output where it fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="rlhf-bench-") as directory:
+        settings = [f"run_dir={directory}", *TRAIN_SETTINGS, *overrides]
+        run([sys.executable, "-m", "jobs.cli", "train", "-c", str(ROOT / "conf" / config), *settings])
+        lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
+        summary = json.loads((Path(directory) / "summary.json").read_text())
+    return TrainRun([json.loads(line) for line in lines], summary)
+
+
+def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+    """Runs a command from the repository's root with ``env`` on top. Raises RuntimeError with the end of its output."""
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} exited with {done.returncode}:\n{done.stdout[-TAIL_CHARACTERS:]}")
+
+
+class PeakMemory:
+    """The most memory in use on any GPU of this machine while the context lasts, whoever uses it, asked once a second.
+
+    ``gib`` is None where there is no nvidia-smi.
+    """
+
+    def __init__(self) -> None:
+        self.gib: float | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Self:
+        if shutil.which("nvidia-smi"):
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ended.set()
+
+    def _watch(self) -> None:
+        command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]  # MiB, a line per GPU
+        while not self._ended.wait(1.0):
+            answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            self.gib = max(self.gib or 0.0, max(map(float, answer.split())) / 1024)
+
+
+def show(title: str, rows: Sequence[Row]) -> None:
+    """Prints the rows as a table; its columns are their keys."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(*(_cell(row.get(name)) for name in columns))
+    console = Console()
+    (console if console.is_terminal else Console(width=LOG_WIDTH)).print(table)
+
+
+def write_json(out: Path | None, rows: Sequence[Row], **facts: Any) -> None:
+    """Writes the rows, what they were measured on and ``facts`` to ``out``, if one is given."""
+    if out:
+        content = {"device": device_name(), "cpus": os.cpu_count(), "python": platform.python_version(), **facts}
+        out.write_text(json.dumps({**content, "rows": list(rows)}, indent=1) + "\n")
+
+
+def _cell(value: Any) -> str:
+    """Three significant digits are what a measurement here is worth."""
+    if value is None:
+        return ""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def device_name() -> str:
+    """torch's name of this machine's first GPU, or 'cpu'; asked in a process of its own, which leaves no context."""
+    code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else 'cpu')"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()

@@ -1,0 +1,41 @@
+"""Ragged completions from models that never end by themselves: a vLLM scheduler that gives each request its own length.
+
+Random weights hardly ever sample the end of sequence, so lengths have to be imposed. A logits processor could force the
+end, but vLLM would then hand it every token of every sequence at each step, which costs more than what is measured. The
+scheduler sees a request once, when it comes in, and compares its length with its limit anyway: nothing is added to a
+step. vLLM takes it by name (engine argument ``scheduler_cls``) from whoever starts the engine, us or a peer.
+"""
+
+import math
+from itertools import count
+from random import Random
+from typing import Any
+
+SCHEDULER = "benchmarks.lengths.ragged_scheduler"
+MEDIAN_SHARE = 330 / 1024  # of the longest allowed
+SPREAD = 0.7  # deviation of the logarithm
+
+
+def ragged_length(index: int, longest: int) -> int:
+    """Tokens of an engine's request number ``index``: lognormal around MEDIAN_SHARE of ``longest``, from 1 to that."""
+    drawn = Random(index).lognormvariate(math.log(MEDIAN_SHARE * longest), SPREAD)
+    return min(longest, max(1, round(drawn)))
+
+
+def ragged_scheduler(vllm_config: Any, **kwargs: Any) -> Any:
+    """The scheduler that vLLM would have built, which shortens each request's ``max_tokens`` to its drawn length.
+
+    Requests are numbered as they come, so two engines that sample the same number per step sample the same lengths.
+    """
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    base: Any = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+
+    class RaggedScheduler(base):
+        def add_request(self, request: Any) -> None:
+            request.max_tokens = ragged_length(next(numbers), request.max_tokens)
+            super().add_request(request)
+
+    numbers = count()
+    return RaggedScheduler(vllm_config, **kwargs)

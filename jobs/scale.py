@@ -1,0 +1,88 @@
+"""`rlhf scale`: changes the rollout pool of a running training, from another process."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from rich.console import Console
+from rich.table import Table
+
+from actors.control import find_run
+from rlhf.errors import ClusterError, DeadlineError, RlhfError
+
+ANSWER_S = 30.0
+LOOK_EVERY_S = 0.5
+
+Status = list[dict[str, Any]]
+
+
+def scale(run: str, *, kind: str, num_workers: int | None, address: str, timeout_s: float) -> None:
+    """Asks the run for ``num_workers`` of a kind and waits until so many serve; None only shows them.
+
+    Raises ConfigError where there is no such run or kind, DeadlineError where they do not serve in time.
+    """
+    with joined(address):
+        control = find_run(run)
+        if num_workers is not None:
+            ask(control.scale.remote(kind, num_workers))
+            wait_until_live(control, run, kind, num_workers, timeout_s)
+        status, wanted = ask(control.look.remote())
+    show(run, status, wanted)
+
+
+@contextmanager
+def joined(address: str) -> Iterator[None]:
+    """Connected to a cluster that somebody else has started."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray.init(address=address, logging_level="ERROR", log_to_driver=False)
+    except (ConnectionError, RuntimeError) as error:
+        raise ClusterError(
+            f"--address={address}: no Ray cluster answers there ({str(error).splitlines()[0]}); give the address of "
+            "the head node, HEAD:6379"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def ask(call: ray.ObjectRef) -> Any:
+    """The control actor's answer."""
+    try:
+        return ray.get(call, timeout=ANSWER_S)
+    except RayTaskError as error:
+        if isinstance(error.cause, RlhfError):
+            raise error.cause from None
+        raise
+    except RayActorError as error:
+        raise ClusterError("the run has ended") from error
+
+
+def wait_until_live(control: Any, run: str, kind: str, num_workers: int, timeout_s: float) -> None:
+    """Returns once exactly so many workers of the kind exist and serve."""
+    ends = time.monotonic() + timeout_s
+    while timeout_s > 0:
+        status, _ = ask(control.look.remote())
+        states = [worker["state"] for worker in status if worker["kind"] == kind]
+        if states == ["live"] * num_workers:
+            return
+        if time.monotonic() > ends:
+            raise DeadlineError(
+                f"run {run}: {states.count('live')} of {num_workers} {kind} worker(s) serve after {timeout_s:g} s (the "
+                "others start, or wait for a node with room); look again with rlhf scale --run, or raise --timeout-s"
+            )
+        time.sleep(LOOK_EVERY_S)
+
+
+def show(run: str, status: Status, wanted: dict[str, int]) -> None:
+    """Prints the pool as a table."""
+    counts = ", ".join(f"{count} {kind}" for kind, count in wanted.items())
+    table = Table("worker", "kind", "state", "node", "weights", "samples", title=f"{run}: wants {counts}")
+    for worker in status:
+        table.add_row(*(str(worker[key]) for key in ("worker", "kind", "state", "node", "version", "samples")))
+    Console().print(table)

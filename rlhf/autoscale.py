@@ -1,0 +1,72 @@
+"""When the rollout pool should grow or shrink: a pure rule over measured waits, with hysteresis."""
+
+from dataclasses import dataclass
+
+from rlhf.config import AutoscaleConfig
+
+
+@dataclass(frozen=True)
+class StepLoad:
+    """What one training step showed of the pool."""
+
+    step_s: float  # from one publish to the next
+    wait_s: float  # of it, how long the driver waited for samples
+    busy_worker_s: float  # summed over workers: time with something to sample
+    worker_s: float  # summed over workers: time in which they could have had something
+
+    @property
+    def wait_fraction(self) -> float:
+        return self.wait_s / self.step_s if self.step_s else 0.0
+
+    @property
+    def idle_fraction(self) -> float:
+        return 1.0 - self.busy_worker_s / self.worker_s if self.worker_s else 0.0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A new number of workers, and why."""
+
+    num_workers: int
+    reason: str
+
+
+class Autoscaler:
+    """Grows by one when the learner waits and workers are not idle; shrinks by one when workers idle and it does not.
+
+    The two conditions exclude each other, several steps in a row must agree, and after a decision the count starts
+    anew: so it does not swing.
+    """
+
+    def __init__(self, config: AutoscaleConfig) -> None:
+        self._config = config
+        self._votes = 0  # steps in a row for growing (positive) or shrinking (negative)
+
+    def judge(self, load: StepLoad, *, num_workers: int, settled: bool) -> Decision | None:
+        """What to change after a step, if anything. ``settled``: the last change has taken effect."""
+        config = self._config
+        waits, idles = load.wait_fraction > config.wait_fraction, load.idle_fraction > config.idle_fraction
+        vote = 1 if waits and not idles else -1 if idles and not waits else 0
+        if vote == 0 or not settled:
+            self._votes = 0
+        elif vote * self._votes < 0:
+            self._votes = vote
+        else:
+            self._votes += vote
+        if abs(self._votes) < config.patience_steps:
+            return None
+        wanted = min(config.max, max(config.min, num_workers + (1 if self._votes > 0 else -1)))
+        self._votes = 0
+        if wanted == num_workers:
+            return None
+        return Decision(
+            wanted,
+            f"in each of {config.patience_steps} steps "
+            + (
+                f"the learner waited for samples for more than {config.wait_fraction:.0%} of the time (now "
+                f"{load.wait_fraction:.0%})"
+                if wanted > num_workers
+                else f"workers were idle for more than {config.idle_fraction:.0%} of theirs (now "
+                f"{load.idle_fraction:.0%})"
+            ),
+        )

@@ -1,0 +1,236 @@
+"""Whether all roles of a run fit their GPUs, known before anything loads; and what follows for the learners.
+
+Roles that share a GPU take turns: vLLM is awake while everybody else idles, then the models score, then learner and
+critic train side by side. The GPU must hold each of these phases.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from rlhf.config import Config, LearnerConfig, RewardTrainingConfig
+from rlhf.errors import ConfigError
+from rlhf.memory import (
+    ALLOCATOR_SLACK,
+    ASLEEP_BYTES,
+    ENGINE_BYTES,
+    GIB,
+    GRAPH_BYTES,
+    RoleMemory,
+    frozen_memory,
+    learner_memory,
+    read_sizes,
+    rollout_memory,
+)
+
+AUTO_SHARE = 0.9  # what is decided here fills at most so much of a GPU: predictions are good to some 10 %
+
+AnyConfig = Config | RewardTrainingConfig
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """Whether a learner recomputes its activations, and the two numbers that say why."""
+
+    on: bool
+    needed: float  # bytes of its passes without it
+    left: float  # bytes that everything else leaves them
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Predicted bytes of every role, and of every kind of GPU in each phase."""
+
+    config: AnyConfig
+    device_bytes: float
+    roles: dict[str, RoleMemory]
+    gpus: dict[str, dict[str, float]]  # who sits there ('shared', or a role) -> phase -> bytes
+    checkpointing: dict[str, Checkpointing]  # of learner and critic
+
+    def check(self, role: str | None = None) -> None:
+        """Raises ConfigError with the key to change where ``role``'s GPU (None: any) cannot hold a phase."""
+        for gpu, phases in self.gpus.items():
+            if role is not None and gpu not in (role, "shared"):
+                continue
+            phase, needed = max(phases.items(), key=lambda item: item[1])
+            if needed > self.device_bytes:
+                who = " + ".join(self.roles) if gpu == "shared" else gpu
+                raise ConfigError(
+                    f"{who}: {needed / GIB:.1f} GiB predicted to {phase}, the GPU has {self.device_bytes / GIB:.1f}; "
+                    f"{self._remedy(gpu, phase)}"
+                )
+        engine = self.roles.get("rollout")
+        if engine is not None and engine.kv_cache <= 0:
+            assert isinstance(self.config, Config)
+            raise ConfigError(
+                f"rollout.gpu_memory_fraction={self.config.rollout.gpu_memory_fraction} leaves no KV cache: "
+                f"weights and activations take {(engine.weights + ENGINE_BYTES) / GIB:.1f} GiB; raise it, or "
+                "rollout.tensor_parallel_size"
+            )
+
+    def _remedy(self, gpu: str, phase: str) -> str:
+        """The keys that would help most."""
+        separate = ", or use placement.mode=separate" if gpu == "shared" else ""
+        if phase == "generate":
+            return f"lower rollout.gpu_memory_fraction{separate}"
+        if phase == "score":
+            key = {"shared": "reference", "reward_model": "reward.model"}.get(gpu, gpu)
+            return f"lower {key}.micro_batch_tokens{separate}"
+        role = max(self.checkpointing, key=lambda name: self.roles[name].peak) if gpu == "shared" else gpu
+        memory, settings = self.roles[role], getattr(self.config, role)
+        if memory.training < memory.weights + memory.gradients + memory.optimizer:
+            offload = "" if settings.offload_optimizer else f", or set {role}.offload_optimizer=true"
+            return f"raise {role}.num_ranks (with zero_stage=3){offload}{separate}"
+        checkpointing = "" if self.checkpointing[role].on else f"set {role}.gradient_checkpointing=null, or "
+        return f"{checkpointing}lower {role}.micro_batch_tokens or {role}.logits_chunk_tokens{separate}"
+
+    def largest_rollout_fraction(self) -> float:
+        """The most that rollout.gpu_memory_fraction could be beside those who share the GPU."""
+        others = self.gpus["shared"]["generate"] - self.roles["rollout"].peak if "shared" in self.gpus else 0.0
+        return max(0.0, AUTO_SHARE - (others + GRAPH_BYTES) / self.device_bytes)
+
+    def settings(self, role: str) -> LearnerConfig:
+        """A learner's settings with what they leave open decided."""
+        return replace(
+            getattr(self.config, role),
+            gradient_checkpointing=self.checkpointing[role].on,
+            offload_when_idle=self.roles[role].offloads,
+        )
+
+    def describe(self, role: str) -> str:
+        """One line on what was decided for a learner."""
+        choice, memory = self.checkpointing[role], self.roles[role]
+        return (
+            f"{role}: {memory.peak / GIB:.1f} GiB of {self.device_bytes / GIB:.1f} predicted; gradient checkpointing "
+            f"{'on' if choice.on else 'off'}: without it a pass needs {choice.needed / GIB:.1f} GiB, and "
+            f"{max(0.0, choice.left) / GIB:.1f} are left"
+            + ("; its optimiser state waits in host memory while vLLM generates" if memory.offloads else "")
+        )
+
+
+def plan_memory(config: AnyConfig, device_bytes: float) -> MemoryPlan | None:
+    """Predicts a run on GPUs of ``device_bytes``; None where the policy's ``config.json`` is not at hand.
+
+    Other models whose ``config.json`` is not at hand count as large as the policy. What the configuration leaves open
+    is decided here: no checkpointing where the training phase then still fits, and optimiser state in host memory
+    where vLLM would otherwise find no room to wake up.
+    """
+    if read_sizes(config.model.path) is None:
+        return None
+    learners: dict[str, LearnerConfig] = {"learner": config.learner}
+    if isinstance(config, Config) and config.uses_critic:
+        learners["critic"] = config.critic
+
+    def phases(checkpoints: Mapping[str, bool], offloads: Mapping[str, bool]) -> dict[str, dict[str, float]]:
+        return _phases(config, _roles(config, device_bytes, checkpoints, offloads))
+
+    checkpoints = {role: settings.gradient_checkpointing is not False for role, settings in learners.items()}
+    offloads = {role: bool(settings.offload_when_idle) for role, settings in learners.items()}
+    if phases(checkpoints, offloads).get("shared", {}).get("generate", 0.0) > AUTO_SHARE * device_bytes:
+        offloads = {role: settings.offload_when_idle is not False for role, settings in learners.items()}
+    for role, settings in learners.items():
+        trial = checkpoints | {role: False}
+        gpus = phases(trial, offloads)
+        if settings.gradient_checkpointing is None and _training(gpus, role) <= AUTO_SHARE * device_bytes:
+            checkpoints = trial
+    roles = _roles(config, device_bytes, checkpoints, offloads)
+    gpus = _phases(config, roles)
+    choices = {}
+    for role in learners:
+        without = _roles(config, device_bytes, checkpoints | {role: False}, offloads)[role]
+        others = _training(gpus, role) - (1 + ALLOCATOR_SLACK) * roles[role].training
+        needed = (1 + ALLOCATOR_SLACK) * without.training
+        choices[role] = Checkpointing(checkpoints[role], needed, AUTO_SHARE * device_bytes - others)
+    return MemoryPlan(config, device_bytes, roles, gpus, choices)
+
+
+def _training(gpus: Mapping[str, Mapping[str, float]], role: str) -> float:
+    return gpus["shared" if "shared" in gpus else role]["train"]
+
+
+def _roles(
+    config: AnyConfig, device_bytes: float, checkpoints: Mapping[str, bool], offloads: Mapping[str, bool]
+) -> dict[str, RoleMemory]:
+    """Every role that holds a model, learner first."""
+    policy = read_sizes(config.model.path)
+    assert policy is not None
+    element_bytes = 4 if config.model.dtype == "float32" else 2
+    if isinstance(config, RewardTrainingConfig):
+        tokens = min(config.learner.micro_batch_tokens, config.batch_pairs * config.max_pair_tokens)
+        return {
+            "learner": learner_memory(
+                config.learner,
+                policy,
+                checkpointing=checkpoints["learner"],
+                tokens=tokens,
+                lm_head=False,
+                element_bytes=element_bytes,
+            )
+        }
+    batch_tokens = config.algorithm.num_sequences * config.max_sequence_tokens
+    roles = {
+        "learner": learner_memory(
+            config.learner,
+            policy,
+            checkpointing=checkpoints["learner"],
+            tokens=min(config.learner.micro_batch_tokens, batch_tokens),
+            element_bytes=element_bytes,
+            bucket_bytes=max(config.rollout.weight_bucket_mib << 20, policy.embedding * element_bytes),
+            offloads=offloads["learner"],
+        )
+    }
+    if config.uses_critic:
+        roles["critic"] = learner_memory(
+            config.critic,
+            read_sizes(config.critic.path or config.model.path) or policy,
+            checkpointing=checkpoints["critic"],
+            tokens=min(config.critic.micro_batch_tokens, batch_tokens),
+            lm_head=False,
+            element_bytes=element_bytes,
+            offloads=offloads["critic"],
+        )
+    if config.uses_reference:
+        roles["reference"] = frozen_memory(
+            read_sizes(config.reference.path or config.model.path) or policy,
+            tokens=min(config.reference.micro_batch_tokens, batch_tokens),
+            chunk=config.learner.logits_chunk_tokens,
+            lm_head=True,
+            element_bytes=element_bytes,
+        )
+    if (model := config.reward.model) is not None:
+        roles["reward_model"] = frozen_memory(
+            read_sizes(model.path) or policy,
+            tokens=min(model.micro_batch_tokens, config.algorithm.num_sequences * model.max_tokens),
+            lm_head=False,
+            element_bytes=element_bytes,
+        )
+    roles["rollout"] = rollout_memory(
+        policy,
+        budget_bytes=config.rollout.gpu_memory_fraction * device_bytes,
+        tensor_parallel_size=config.rollout.tensor_parallel_size,
+        element_bytes=element_bytes,
+    )
+    return roles
+
+
+def _phases(config: AnyConfig, roles: Mapping[str, RoleMemory]) -> dict[str, dict[str, float]]:
+    """Bytes on each kind of GPU in each phase."""
+    learners = [role for role in ("learner", "critic") if role in roles]
+    if isinstance(config, RewardTrainingConfig) or config.placement.mode == "separate":
+        phase = dict.fromkeys(learners, "train") | {"rollout": "generate"}
+        return {role: {phase.get(role, "score"): memory.peak} for role, memory in roles.items()}
+    bundles = config.num_shared_bundles
+    ranks = {
+        "learner": config.learner.num_ranks,
+        "critic": config.critic.num_ranks,
+        "reference": config.reference.num_ranks,
+        "reward_model": config.reward.model.num_ranks if config.reward.model else 0,
+    }
+    count = {role: -(-ranks[role] // bundles) for role in roles if role != "rollout"}  # on the fullest GPU
+    idle = {role: number * roles[role].idle for role, number in count.items()}
+    return {
+        "shared": {
+            "generate": sum(idle.values()) + roles["rollout"].peak,
+            "score": sum(number * roles[role].scores for role, number in count.items()) + ASLEEP_BYTES,
+            "train": sum(count[r] * roles[r].peak if r in learners else idle[r] for r in count) + ASLEEP_BYTES,
+        }
+    }

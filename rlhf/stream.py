@@ -1,0 +1,179 @@
+"""From prompts to training batches: one stream of finished groups, at most ``max_staleness`` weight versions ahead.
+
+Prompts are admitted while their groups can still be trained on in time; groups are scored as they finish, while others
+are still being sampled; a batch is made of the first to finish, as far as no group left behind becomes too old. With
+``max_staleness=0`` a step admits exactly its own prompts and waits for all of them: strictly on-policy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf.algorithms.grpo import zero_variance_groups
+from rlhf.batch import Prompt, Rollout, TrainBatch, pack
+from rlhf.config import Config
+from rlhf.data import PromptStream
+from rlhf.rewards import combine
+from rlhf.roles import Pending, Reference, Reward, Rollouts, Scores
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A prompt whose group is being sampled."""
+
+    prompt: Prompt
+    last_step: int  # the last training step that may use it
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """A finished group, and what is known or on its way about it."""
+
+    admitted: Admitted
+    rollouts: list[Rollout]
+    scores: Pending[Scores]
+    ref_logprobs: Pending[Tensor] | None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One training step's rollouts, groups contiguous and in the order of their prompts."""
+
+    rollouts: list[Rollout]
+    packed: TrainBatch  # with the reference's log-probabilities, if there is a reference
+    scores: Scores
+
+
+class GroupStream:
+    """The stream of one run. Not thread-safe."""
+
+    def __init__(
+        self, prompts: PromptStream, rollouts: Rollouts, reward: Reward, reference: Reference | None, config: Config
+    ) -> None:
+        self._prompts, self._rollouts, self._reward, self._reference = prompts, rollouts, reward, reference
+        self._algorithm, self._max_staleness = config.algorithm, config.rollout.max_staleness
+        self._sampling: dict[int, Admitted] = {}  # by the pool's group id
+        self._ready: list[ScoredGroup] = []  # in the order in which they finished
+        self._resumed: list[Prompt] = []  # admitted before a checkpoint, not consumed by then
+
+    def next_batch(self, step: int) -> Batch:
+        """The batch of training step ``step``, which is also the version of the weights just published.
+
+        With ``dynamic_sampling_max_tries`` a group whose rewards are all equal is replaced by one of a new prompt as
+        soon as that is known (DAPO: arXiv 2503.14476, section 3.2); at most so many batches' worth of them in a step,
+        after which equal groups are taken too. So the batch always has its exact size.
+        """
+        size = self._algorithm.prompts_per_step
+        refills = self._algorithm.dynamic_sampling_max_tries * size
+        self._admit(step, (1 + self._max_staleness) * size - len(self._sampling) - len(self._ready))
+        while (chosen := self._choose(step)) is None:
+            group = self._next_group()
+            if refills and self._is_equal(group):
+                refills -= 1
+                self._admit(step, 1)
+            else:
+                self._ready.append(group)
+        taken = sorted((self._ready[i] for i in chosen), key=lambda group: group.admitted.prompt.id)
+        self._ready = [group for i, group in enumerate(self._ready) if i not in chosen]
+        return assemble(taken)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position among the prompts, and the ids of those admitted but not consumed."""
+        admitted = [*self._sampling.values(), *(group.admitted for group in self._ready)]
+        pending = [*(a.prompt.id for a in admitted), *(p.id for p in self._resumed)]
+        return {"prompts": self._prompts.state_dict(), "pending": sorted(pending)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on there: what was pending is sampled anew, before any other prompt."""
+        self._prompts.load_state_dict(state["prompts"])
+        self._resumed = [self._prompts.at(position) for position in state["pending"]]
+
+    def _admit(self, step: int, count: int) -> None:
+        if count <= 0:
+            return
+        prompts, self._resumed = self._resumed[:count], self._resumed[count:]
+        prompts += self._prompts.take(count - len(prompts))
+        ids = self._rollouts.submit(prompts, group_size=self._algorithm.group_size)
+        for group_id, prompt in zip(ids, prompts, strict=True):
+            self._sampling[group_id] = Admitted(prompt, last_step=step + self._max_staleness)
+
+    def _next_group(self) -> ScoredGroup:
+        """Waits for one, and asks for its rewards and reference log-probabilities without waiting for those.
+
+        Each group is scored by itself: what it is packed together with must not depend on the order of finishing.
+        """
+        group_id, rollouts = self._rollouts.next_group(self._sampling)
+        admitted = self._sampling.pop(group_id)
+        assert rollouts[0].prompt.id == admitted.prompt.id, "the pool mixed up groups"
+        reference = self._reference.score(pack(rollouts)) if self._reference else None
+        return ScoredGroup(admitted, rollouts, self._reward.score(rollouts), reference)
+
+    def _is_equal(self, group: ScoredGroup) -> bool:
+        rewards = combine(group.scores.result(), self._reward.weights())
+        return bool(zero_variance_groups(rewards, self._algorithm.group_size).all())
+
+    def _choose(self, step: int) -> set[int] | None:
+        return choose_batch(
+            [group.admitted.last_step for group in self._ready],
+            [admitted.last_step for admitted in self._sampling.values()],
+            step=step,
+            size=self._algorithm.prompts_per_step,
+        )
+
+
+def choose_batch(ready: Sequence[int], sampling: Sequence[int], *, step: int, size: int) -> set[int] | None:
+    """Which finished groups make the batch of ``step``; None: wait for more.
+
+    Earliest finished first, under the condition that all others can still be used in time: for every later step ``s``
+    at most ``size`` x (s - step) groups that must be used by ``s`` stay behind (earliest deadline first, Horn 1974).
+
+    Args:
+        ready: the last step that may use each finished group, in the order in which they finished.
+        sampling: the same of groups that are not finished.
+        step: the training step in question; every deadline is at least this.
+        size: groups per batch.
+
+    Returns:
+        Indices into ``ready``, ``size`` of them.
+    """
+    chosen: set[int] = set()
+    for deadline in sorted({*ready, *sampling}):
+        due = [i for i, last in enumerate(ready) if last <= deadline]
+        num_due = len(due) + sum(last <= deadline for last in sampling)
+        needed = num_due - size * (deadline - step)
+        assert needed <= size, "more groups were admitted than can be used in time"
+        rest = [i for i in due if i not in chosen]
+        missing = needed - (len(due) - len(rest))
+        if missing > len(rest):
+            return None
+        chosen.update(rest[: max(0, missing)])
+    rest = [i for i in range(len(ready)) if i not in chosen]
+    if len(chosen) + len(rest) < size:
+        return None
+    return chosen | set(rest[: size - len(chosen)])
+
+
+def assemble(groups: Sequence[ScoredGroup]) -> Batch:
+    """Waits for the groups' scores and packs them."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    parts = [group.scores.result() for group in groups]
+    references = [group.ref_logprobs.result() for group in groups if group.ref_logprobs]
+    return Batch(
+        rollouts,
+        pack(rollouts).with_(ref_logprobs=torch.cat(references) if references else None),
+        {name: [score for part in parts for score in part[name]] for name in parts[0]},
+    )
+
+
+def sample_once(prompts: Sequence[Prompt], rollouts: Rollouts) -> list[Rollout]:
+    """One greedy completion of each prompt, in their order."""
+    ids = rollouts.submit(prompts, group_size=1, greedy=True)
+    waiting, finished = set(ids), {}
+    while waiting:
+        group_id, group = rollouts.next_group(waiting)
+        waiting.remove(group_id)
+        finished[group_id] = group
+    return [rollout for group_id in ids for rollout in finished[group_id]]

@@ -1,0 +1,134 @@
+"""How near a training step came to what its devices can do, and what held it up."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf.batch import TrainBatch
+from rlhf.config import Config
+from rlhf.roles import Metrics
+from rlhf.roofline import ModelShape, Peaks, decode_bytes, dense_shape, device_peaks, update_flops, weight_bytes
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What can bound a phase: ``bound`` where the share ``figure`` is at least ``reached_at``, else ``otherwise``."""
+
+    figure: str
+    label: str
+    bound: str
+    reached_at: float
+    otherwise: str
+    peak: str  # what the figure is a share of
+
+
+# A phase counts as bound from about half of the best that was measured on (benchmarks/RESULTS.md): updates at 64 % of
+# the matrix rate, NCCL's broadcast at 59 % of the link's nominal rate. Nothing came near the memory bandwidth so far.
+LIMITS = {
+    "generate": Limit(
+        "perf/hbm_decode", "HBM", "memory bandwidth", 0.35, "engine overhead", "memory bandwidth, generating"
+    ),
+    "update": Limit("perf/mfu_update", "MFU", "compute", 0.35, "overhead", "the matrix rate, updating"),
+    "publish": Limit("perf/link_sync", "link", "link", 0.30, "overhead", "the link's rate, publishing"),
+}
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """The phase that took longest, and what bounds it where that is known."""
+
+    phase: str
+    bound: str | None = None
+    evidence: str | None = None  # the share it was judged by, e.g. 'HBM 21 %'
+
+    @property
+    def name(self) -> str:
+        """'generate: engine overhead', or the phase alone."""
+        return self.phase if self.bound is None else f"{self.phase}: {self.bound}"
+
+    def __str__(self) -> str:
+        return self.name if self.evidence is None else f"{self.name} ({self.evidence})"
+
+
+def find_bottleneck(phases: Mapping[str, float], figures: Mapping[str, float]) -> Bottleneck | None:
+    """What held the step up: ``phases`` in seconds, ``figures`` as of ``Roofline``. None where no time passed."""
+    if not any(phases.values()):
+        return None
+    phase = max(phases, key=lambda name: phases[name])
+    limit = LIMITS.get(phase)
+    if limit is None or limit.figure not in figures:
+        return Bottleneck(phase)
+    share = figures[limit.figure]
+    bound = limit.bound if share >= limit.reached_at else limit.otherwise
+    return Bottleneck(phase, bound, f"{limit.label} {100 * share:.0f} %")
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Shares of the devices' peaks that a step used. What is unknown is None, and the figures it takes are left out."""
+
+    policy: ModelShape | None
+    critic: ModelShape | None  # None: there is none
+    learner_peaks: Peaks | None
+    rollout_peaks: Peaks | None
+    num_update_gpus: int  # of policy and critic together
+    num_epochs: int
+    critic_warmup_steps: int  # steps in which only the critic learns
+    tensor_parallel_size: int
+    max_num_seqs: int  # of one rollout worker
+    colocated: bool
+
+    @classmethod
+    def of(cls, config: Config, policy: Any, critic: Any, devices: Mapping[str, str]) -> "Roofline":
+        """``policy``, ``critic``: Hugging Face configurations, None for no critic; ``devices``: torch's names by role.
+
+        The peaks are those of bfloat16, so a float32 run has none; nor has a pool of several kinds of worker.
+        """
+        known = config.model.dtype != "float32"
+        critic_ranks = config.critic.num_ranks if critic is not None else 0
+        colocated = config.placement.mode == "colocate"
+        return cls(
+            policy=dense_shape(policy),
+            critic=None if critic is None else dense_shape(critic),
+            learner_peaks=device_peaks(devices["learner"]) if known else None,
+            rollout_peaks=device_peaks(devices["rollout"]) if known and not config.rollout.extra_kinds else None,
+            num_update_gpus=config.learner.num_ranks + (0 if colocated else critic_ranks),
+            num_epochs=config.algorithm.num_epochs,
+            critic_warmup_steps=config.critic.warmup_steps if critic is not None else 0,
+            tensor_parallel_size=config.rollout.tensor_parallel_size,
+            max_num_seqs=config.rollout.max_num_seqs,
+            colocated=colocated,
+        )
+
+    def figures(
+        self, batch: TrainBatch, phases: Mapping[str, float], *, step: int, generate_s: float, num_workers: int
+    ) -> Metrics:
+        """What is known of ``perf/mfu_update``, ``perf/hbm_decode`` and ``perf/link_sync``, each a share of 1.
+
+        ``phases``: wall seconds of the step's phases; ``generate_s``: how long ``num_workers`` rollout workers were at
+        it. The whole phase counts, with the waiting in it. ``link_sync`` takes the learner's NVLink, or a copy within
+        the GPU where it is shared, whatever lies between the two; across hosts it is small.
+        """
+        found: Metrics = {}
+        if self.policy is None:
+            return found
+        learner, rollout = self.learner_peaks, self.rollout_peaks
+        update_s, publish_s = phases.get("update", 0.0), phases.get("publish", 0.0)
+        if learner and update_s > 0:
+            flops = self.num_epochs * self._update_flops(batch, with_policy=step > self.critic_warmup_steps)
+            found["perf/mfu_update"] = flops / (update_s * learner.flops * self.num_update_gpus)
+        if rollout and generate_s > 0 and num_workers > 0:
+            lengths = batch.completion_lengths.tolist()
+            read = decode_bytes(self.policy, lengths, num_workers=num_workers, max_num_seqs=self.max_num_seqs)
+            num_gpus = num_workers * self.tensor_parallel_size
+            found["perf/hbm_decode"] = read / (generate_s * rollout.bytes_per_s * num_gpus)
+        if learner and publish_s > 0:
+            rate = learner.copy_bytes_per_s if self.colocated else learner.link_bytes_per_s
+            found["perf/link_sync"] = weight_bytes(self.policy) / (publish_s * rate)
+        return found
+
+    def _update_flops(self, batch: TrainBatch, *, with_policy: bool) -> float:
+        """FLOPs of one epoch. A critic's scalar head is too small to count."""
+        lengths = batch.sequence_lengths.tolist()
+        flops = update_flops(self.policy, lengths, batch.num_completion_tokens) if self.policy and with_policy else 0.0
+        return flops + (update_flops(self.critic, lengths, 0) if self.critic else 0.0)

@@ -1,0 +1,111 @@
+"""Kills rollout workers at random moments of a real run, and keeps a record of what the run did about it."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from transformers import AutoTokenizer
+
+from actors.cluster import Cluster
+from jobs.train import make_driver
+from rlhf.batch import TrainBatch
+from rlhf.checkpoint import CheckpointStore
+from rlhf.config import Config
+from rlhf.data import load_prompts
+from rlhf.driver import Driver
+from rlhf.roles import Metrics
+from rlhf.stream import Batch
+from rlhf.tracking import Tracker
+
+
+@dataclass
+class RecordedRun:
+    """A run, and every prompt and token version that it trained on."""
+
+    config: Config
+    driver: Driver
+    cluster: Cluster
+    prompts: list[int] = field(default_factory=list)
+    lags: list[tuple[int, int]] = field(default_factory=list)  # (smallest, largest) staleness of each step
+    metrics: list[Metrics] = field(default_factory=list)
+    phase: str = "start"
+
+
+@contextlib.contextmanager
+def recorded_run(config: Config, notes: list[str]) -> Iterator[RecordedRun]:
+    """All actors of a run, its driver not yet running."""
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    prompts = load_prompts(config.data.train, config.data, tokenizer, split="train", seed=config.seed)
+    eval_prompts = load_prompts(config.data.train, config.data, tokenizer, split="eval", seed=config.seed).all()[:32]
+    run_dir = Path(config.run_dir)
+    tracker = Tracker(config.tracking, run_dir, num_steps=config.num_steps, tokenizer=tokenizer)
+    with contextlib.closing(tracker), Cluster(config, notes.append) as cluster:
+        driver = make_driver(config, cluster, prompts, eval_prompts, tracker, CheckpointStore(run_dir, keep=1))
+        run = RecordedRun(config, driver, cluster)
+        spy(run)
+        yield run
+
+
+def spy(run: RecordedRun) -> None:
+    """Notes what goes through the driver, and in which phase it is."""
+    record, phase = run.driver.record, run.driver.tracker.phase
+
+    def recording(sampled: Batch, batch: TrainBatch, metrics: Metrics) -> None:
+        group_size = run.config.algorithm.group_size
+        run.prompts += [r.prompt.id for r in sampled.rollouts[::group_size]]
+        lag = run.driver.step - 1 - batch.versions
+        run.lags.append((int(lag.min()), int(lag.max())))
+        run.metrics.append(metrics)
+        record(sampled, batch, metrics)
+
+    @contextlib.contextmanager
+    def noting(name: str) -> Iterator[None]:
+        run.phase = name
+        with phase(name):
+            yield
+
+    run.driver.record = recording  # type: ignore[method-assign]
+    run.driver.tracker.phase = noting  # type: ignore[method-assign]
+
+
+def rollout_pids() -> list[int]:
+    """Processes of rollout workers on this machine, those still starting included."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if b"ray::RolloutActor" in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+    return sorted(found)
+
+
+class Killer(threading.Thread):
+    """``kill -9`` for a random rollout worker, again and again, until told to stop or out of kills."""
+
+    def __init__(self, kills: int, pause_s: tuple[float, float], phase: Callable[[], str], seed: int) -> None:
+        super().__init__(daemon=True)
+        self.kills: list[tuple[str, int]] = []  # (the driver's phase, workers alive at that time)
+        self._wanted, self._pause_s, self._phase, self._random = kills, pause_s, phase, Random(seed)
+        self.stopping = threading.Event()
+
+    def run(self) -> None:
+        while len(self.kills) < self._wanted and not self.stopping.wait(self._random.uniform(*self._pause_s)):
+            if pids := rollout_pids():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._random.choice(pids), signal.SIGKILL)
+                    self.kills.append((self._phase(), len(pids)))
+
+
+def until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    """Waits for a condition. Raises TimeoutError."""
+    ends = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > ends:
+            raise TimeoutError(f"not within {timeout_s:g} s: {what}")
+        time.sleep(0.1)

@@ -1,0 +1,200 @@
+"""The rollout pool under real Ray and vLLM: staleness, in-flight updates, deaths, scaling."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import ray
+
+from tests.ray.chaos import Killer, RecordedRun, recorded_run, rollout_pids, until
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).resolve().parents[2]
+LONG = ("data.max_prompt_tokens=16", "rollout.max_completion_tokens=96", "learner.num_ranks=1", "algorithm.beta=0")
+
+
+def check_consumed_once(run: RecordedRun) -> None:
+    """Every prompt that was taken has been trained on exactly once, or is still under way."""
+    pending = run.driver.stream.state_dict()["pending"]
+    taken = run.driver.stream.state_dict()["prompts"]["position"]
+    assert sorted([*run.prompts, *pending]) == list(range(taken))
+
+
+def test_weights_change_under_running_completions(ray_session: None, tiny_config) -> None:
+    config = tiny_config(*LONG, "rollout.max_staleness=2", "num_steps=6", "algorithm.prompts_per_step=4")
+    with recorded_run(config, notes := []) as run:
+        mixed, batches = [], []
+        take = run.driver.stream.next_batch
+
+        def taking(step: int):
+            batches.append(take(step))
+            mixed.extend(r for r in batches[-1].rollouts if len(set(r.versions.tolist())) > 1)
+            return batches[-1]
+
+        run.driver.stream.next_batch = taking  # type: ignore[method-assign]
+        run.driver.run()
+        check_consumed_once(run)
+        assert max(high for _, high in run.lags) == 2, "it runs as far ahead as it may"
+        assert mixed, "no completion saw a change of weights"
+        for rollout in mixed:
+            assert (rollout.versions[1:] >= rollout.versions[:-1]).all()
+            assert rollout.logprobs is not None and len(rollout.logprobs) == len(rollout.token_ids)
+    assert not notes
+
+
+def test_a_death_changes_nothing_on_policy(ray_session: None, tiny_config) -> None:
+    """The same numbers from one worker, and from two of which one dies in the middle."""
+    rewards = []
+    for workers in (1, 2):
+        config = tiny_config(*LONG, "num_steps=4", f"rollout.num_workers={workers}", "eval_every_steps=0")
+        with recorded_run(config, notes := []) as run:
+            if workers == 2:
+                threading.Thread(target=kill_while_generating, args=(run,), daemon=True).start()
+            run.driver.run()
+            check_consumed_once(run)
+            assert run.lags == [(0, 0)] * 4
+            rewards.append([metrics["reward"] for metrics in run.metrics])
+        assert len(notes) == workers - 1, notes
+    assert rewards[0] == pytest.approx(rewards[1], abs=1e-4)
+
+
+def kill_while_generating(run: RecordedRun) -> None:
+    until(lambda: run.driver.step >= 1 and run.phase == "generate", 120, "the second step's generation")
+    os.kill(rollout_pids()[0], signal.SIGKILL)
+
+
+def test_the_run_survives_random_deaths(ray_session: None, tiny_config) -> None:
+    """A small version of `make chaos`."""
+    chaos(tiny_config, kills=4, steps=14, pause_s=(1.0, 6.0))
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(3600)
+def test_chaos(ray_session: None, tiny_config) -> None:
+    """Fifty deaths in every phase."""
+    killer = chaos(tiny_config, kills=50, steps=1000, pause_s=(0.5, 12.0))
+    assert {"generate", "update", "publish"} <= {phase for phase, _ in killer.kills}
+    assert {alive for _, alive in killer.kills} >= {1, 2, 3}
+
+
+def chaos(tiny_config, *, kills: int, steps: int, pause_s: tuple[float, float]) -> Killer:
+    """A run of three workers, one killed now and then. It ends some steps after the last death."""
+    config = tiny_config(
+        *("rollout.num_workers=3", "rollout.max_staleness=1", f"num_steps={steps}", "learner.num_ranks=1"),
+        *("algorithm.beta=0", "rollout.max_start_failures=1000", "eval_every_steps=0"),
+    )
+    with recorded_run(config, notes := []) as run:
+        killer = Killer(kills, pause_s, lambda: run.phase, seed=1)
+        killer.start()
+        threading.Thread(target=stop_after, args=(run, killer), daemon=True).start()
+        run.driver.run()
+        killer.stopping.set()
+        killer.join(timeout=30)
+        check_consumed_once(run)
+        assert all(low >= 0 and high <= 1 for low, high in run.lags), run.lags
+        assert len(killer.kills) >= min(kills, 2), "the run was over before anything happened"
+        assert len(notes) >= len(killer.kills) - 3, "a death went unnoticed"  # a dead process may be chosen again
+        first, last = run.driver.evaluations[0], run.driver.evaluations[run.driver.step]
+        assert last["reward"] > first["reward"] + 0.02
+        for line in (f"{run.driver.step} steps, kills: {killer.kills}", *notes):
+            print(line)
+    return killer
+
+
+def stop_after(run: RecordedRun, killer: Killer, more_steps: int = 5) -> None:
+    """Ends the run a few steps after the last death."""
+    killer.join()
+    last = run.driver.step
+    until(lambda: run.driver.step >= last + more_steps, 600, "steps after the last death")
+    run.driver.stop_requested = True
+
+
+def test_scaling_while_training(ray_session: None, tiny_model_dir: Path, tmp_path: Path) -> None:
+    """1 -> 3 -> 1 workers through the command line."""
+    rlhf = [sys.executable, "-m", "jobs.cli"]
+    env = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    run_dir = tmp_path / "run"
+    overrides = [
+        *(f"model.path={tiny_model_dir}", f"run_dir={run_dir}", "name=scaled", "num_steps=100000"),
+        *("learner.num_ranks=1", "algorithm.beta=0", "placement.device=cpu", "tracking.progress=false"),
+        *("rollout.max_staleness=1", "checkpoint.save_final_model=false"),
+    ]
+    train = subprocess.Popen(
+        [*rlhf, "train", "-c", "conf/grpo_tiny.yaml", *overrides],
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        until(lambda: len(steps_of(run_dir)) >= 2, 240, "the first steps")
+        for workers in (3, 1):
+            done = subprocess.run(
+                [*rlhf, "scale", "--run", "scaled", "--rollout-workers", str(workers), "--timeout-s", "200"],
+                cwd=ROOT,
+                env=env,
+                capture_output=True,
+                text=True,
+                timeout=240,
+            )
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.count("live") == workers, done.stdout
+            before = len(steps_of(run_dir))
+            until(lambda n=before: len(steps_of(run_dir)) >= n + 3, 120, "steps with the new workers")
+            assert steps_of(run_dir)[-1]["pool/live_workers"] == workers
+        unknown = subprocess.run(
+            [*rlhf, "scale", "--run", "other"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
+        )
+        assert unknown.returncode == 2
+        assert unknown.stderr.strip() == "error: --run=other: no such run on this cluster; running now: scaled"
+        train.send_signal(signal.SIGTERM)
+        out, _ = train.communicate(timeout=120)
+        assert train.returncode == 130, out
+        assert "1 -> 3 default worker(s): asked for by rlhf scale" in out
+    finally:
+        train.kill()
+        train.wait(timeout=30)
+    print(throughput(run_dir))
+
+
+def steps_of(run_dir: Path) -> list[dict[str, float]]:
+    file = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
+
+
+def throughput(run_dir: Path) -> dict[float, float]:
+    """Mean tokens per second by the number of live workers: reported, not asserted."""
+    steps = steps_of(run_dir)
+    counts = {step["pool/live_workers"] for step in steps}
+    return {
+        n: sum(s["tokens_per_s"] for s in steps if s["pool/live_workers"] == n)
+        / sum(s["pool/live_workers"] == n for s in steps)
+        for n in counts
+    }
+
+
+def test_a_lost_learner_is_resumed_from_the_last_checkpoint(ray_session: None, tiny_config, capfd) -> None:
+    from jobs.train import train
+
+    config = tiny_config("num_steps=8", "checkpoint.every_steps=2", "algorithm.beta=0", "checkpoint.max_restarts=1")
+    run_dir = Path(config.run_dir)
+    threading.Thread(target=kill_learner_after, args=(run_dir, 4), daemon=True).start()
+    summary = train(config)
+    assert summary["status"] == "completed"
+    assert [step["step"] for step in steps_of(run_dir)] == list(range(1, 9)), "each step once, in the record that stays"
+    assert "restarting from the last checkpoint (1 restart(s) left): learner[" in capfd.readouterr().out
+
+
+def kill_learner_after(run_dir: Path, steps: int) -> None:
+    until(lambda: len(steps_of(run_dir)) >= steps, 240, f"{steps} steps")
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and b"ray::LearnerActor" in (entry / "cmdline").read_bytes():
+            os.kill(int(entry.name), signal.SIGKILL)
+            return

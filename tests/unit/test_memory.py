@@ -1,0 +1,313 @@
+"""Memory by hand, against what was measured, and what the plan decides from it."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf.config import Config, LearnerConfig, RewardTrainingConfig, load_config
+from rlhf.errors import ConfigError
+from rlhf.memory import (
+    GIB,
+    ModelSizes,
+    forward_bytes,
+    frozen_memory,
+    kept_by_layer,
+    kv_token_bytes,
+    learner_memory,
+    read_sizes,
+    rollout_memory,
+    sizes_of,
+    training_bytes,
+)
+from rlhf.memory_plan import plan_memory
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+QWEN_05B = {
+    "num_hidden_layers": 24,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": True,
+}
+QWEN_15B = QWEN_05B | {
+    "num_hidden_layers": 28,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+}
+QWEN_7B = {
+    "num_hidden_layers": 28,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152_064,
+    "tie_word_embeddings": False,
+}
+TOY = ModelSizes(
+    num_layers=2,
+    hidden=4,
+    intermediate=8,
+    num_heads=2,
+    attention=4,
+    num_kv_heads=1,
+    kv=2,
+    vocab=10,
+    tied=False,
+)
+
+
+def sizes(shape: dict[str, object]) -> ModelSizes:
+    found = sizes_of(shape)
+    assert found is not None
+    return found
+
+
+# By hand.
+
+
+def test_parameters_by_hand() -> None:
+    # q and o 4x4, k and v 4x2, gate, up and down 4x8, two norms of 4
+    assert TOY.body == 2 * (2 * 16 + 2 * 8 + 3 * 32 + 8)
+    assert TOY.parameters(lm_head=True) == TOY.body + 2 * 40
+    assert TOY.parameters(lm_head=False) == TOY.body + 40
+    assert dataclasses.replace(TOY, tied=True).parameters(lm_head=True) == TOY.body + 40
+
+
+def test_published_parameter_counts() -> None:
+    assert sizes(QWEN_05B).parameters(lm_head=True) == pytest.approx(494e6, rel=1e-3)
+    assert sizes(QWEN_15B).parameters(lm_head=True) == pytest.approx(1.544e9, rel=1e-3)
+    assert sizes(QWEN_7B).parameters(lm_head=True) == pytest.approx(7.616e9, rel=1e-3)
+
+
+def test_what_a_layer_keeps_by_hand() -> None:
+    # eager, bf16: two norms of (4 + 2 + 2) x 4; q, k, v, out 2 x 4 each; four of 2 x 8; log-sum-exp of 2 heads
+    assert kept_by_layer(TOY, compiled=False, element_bytes=2) == 2 * 32 + 4 * 8 + 4 * 16 + 8
+    # compiled: two residuals 2 x 4; q, k, v, out; gate, up and one more 2 x 8; log-sum-exp
+    assert kept_by_layer(TOY, compiled=True, element_bytes=2) == 2 * 8 + 4 * 8 + 3 * 16 + 8
+
+
+def test_a_training_pass_by_hand() -> None:
+    layer, ends = 100 * 168, 100 * 4 * (4 + 8)
+    head = 2 * 3 * 10 * 2 + 40 * 8
+    mlp_gradients = 3 * 100 * 8 * 2
+    arguments = {"tokens": 100, "chunk": 3, "compiled": False, "element_bytes": 2}
+    plain = training_bytes(TOY, **arguments, lm_head=True, checkpointing=False)
+    assert plain == 2 * layer + ends + max(head, mlp_gradients)
+    checkpointed = training_bytes(TOY, **arguments, lm_head=True, checkpointing=True)
+    assert checkpointed == 2 * 100 * 4 * 2 + ends + layer + mlp_gradients
+    wide = dataclasses.replace(TOY, vocab=100_000)
+    big_head = 2 * 3 * 100_000 * 2 + 400_000 * 8
+    assert training_bytes(wide, **arguments, lm_head=True, checkpointing=False) == 2 * layer + ends + big_head
+    assert training_bytes(wide, **arguments, lm_head=False, checkpointing=False) == 2 * layer + ends + mlp_gradients
+
+
+def test_states_by_hand() -> None:
+    count = TOY.parameters(lm_head=True)
+
+    def of(stage: int, ranks: int, **settings: object) -> tuple[float, float, float]:
+        config = LearnerConfig(num_ranks=ranks, zero_stage=stage, **settings)  # type: ignore[arg-type]
+        memory = learner_memory(config, TOY, checkpointing=True)
+        return memory.weights, memory.gradients, memory.optimizer
+
+    bucket = 1e9
+    assert of(0, 4) == (2 * count, 2 * count, 12 * count)
+    assert of(1, 4) == (2 * count, 2 * count + bucket, 3 * count)
+    assert of(2, 4) == (2 * count, count / 2 + bucket, 3 * count)
+    assert of(3, 4) == (count / 2 + 2 * count, count / 2 + bucket, 3 * count)  # a shard, and the weights in use
+    assert of(1, 4, offload_optimizer=True)[2] == 0
+
+
+def test_kv_cache_by_hand() -> None:
+    # 24 layers x 2 x (2 heads x 64) x 2 bytes
+    assert kv_token_bytes(sizes(QWEN_05B), 1) == 24 * 2 * 128 * 2
+    assert kv_token_bytes(sizes(QWEN_05B), 2) == 24 * 2 * 64 * 2
+    assert kv_token_bytes(sizes(QWEN_05B), 14) == 24 * 2 * 64 * 2  # no fewer than one head
+    memory = rollout_memory(TOY, budget_bytes=10 * GIB, tensor_parallel_size=1)
+    assert memory.weights + memory.kv_cache == 8 * GIB
+    assert memory.peak == 11.5 * GIB
+
+
+def test_forward_by_hand() -> None:
+    assert forward_bytes(TOY, tokens=100, chunk=3, lm_head=True, element_bytes=2) == 100 * 168 + 3 * 10 * 2
+    assert forward_bytes(TOY, tokens=100, chunk=3, lm_head=False, element_bytes=2) == 100 * 168
+
+
+# Against benchmarks/RESULTS.md: one H200, allocated GiB.
+
+# The benchmark ran its settings in one process, and engines outlive `destroy` (tested on CPU: ZeRO-3's for ever, the
+# others' until a garbage collection). So a later row holds the weights and optimiser state of the engines before it,
+# a ZeRO-3 engine its gradients too.
+FULL = LearnerConfig(zero_stage=3, micro_batch_tokens=16384)
+PLAIN = LearnerConfig(zero_stage=1, micro_batch_tokens=16384)
+COMPILED = LearnerConfig(zero_stage=1, micro_batch_tokens=16384, compile=True)
+MEASURED = [  # shape, settings, checkpointing, GiB, engines left over: (ZeRO-3, ZeRO-1)
+    (QWEN_05B, FULL, True, 11.1, (0, 0)),
+    (QWEN_05B, FULL, False, 39.0, (1, 0)),
+    (QWEN_05B, PLAIN, False, 46.3, (2, 0)),
+    (QWEN_05B, COMPILED, False, 37.7, (2, 0)),
+    (QWEN_05B, dataclasses.replace(COMPILED, micro_batch_tokens=32768), False, 56.8, (2, 1)),
+    (QWEN_05B, dataclasses.replace(COMPILED, logits_chunk_tokens=4096), False, 53.2, (2, 2)),
+    (QWEN_05B, COMPILED, False, 25.0, (0, 0)),
+    (QWEN_05B, dataclasses.replace(COMPILED, micro_batch_tokens=32768), False, 45.0, (0, 1)),
+    (QWEN_15B, FULL, True, 29.6, (0, 0)),
+    (QWEN_15B, COMPILED, False, 76.0, (1, 0)),
+]
+
+
+@pytest.mark.parametrize(("shape", "config", "checkpointing", "measured", "left_over"), MEASURED)
+def test_learner_as_measured(
+    shape: dict[str, object],
+    config: LearnerConfig,
+    checkpointing: bool,
+    measured: float,
+    left_over: tuple[int, int],
+) -> None:
+    model = sizes(shape)
+    count = model.parameters(lm_head=True) / GIB
+    own = measured - left_over[0] * 16 * count - left_over[1] * 14 * count
+    predicted = learner_memory(config, model, checkpointing=checkpointing).allocated / GIB
+    assert 0.97 * own < predicted < 1.15 * own, f"predicted {predicted:.1f}, measured {own:.1f} GiB"
+
+
+@pytest.mark.parametrize(("chunk", "lm_head", "measured"), [(4096, True, 2.8), (0, False, 1.7)])
+def test_frozen_models_as_measured(chunk: int, lm_head: bool, measured: float) -> None:
+    predicted = frozen_memory(sizes(QWEN_05B), tokens=16384, chunk=chunk, lm_head=lm_head).allocated / GIB
+    assert predicted == pytest.approx(measured, rel=0.2)
+
+
+# The plan.
+
+
+def with_shape(tmp_path: Path, shape: dict[str, object], recipe: str, *overrides: str) -> Config:
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    return load_config(CONF / recipe, [f"model.path={tmp_path}", *overrides])
+
+
+def test_small_model_needs_no_checkpointing_and_no_offload(tmp_path: Path) -> None:
+    plan = plan_memory(with_shape(tmp_path, QWEN_05B, "grpo_0.5b_1gpu.yaml"), 80 * GIB)
+    assert plan is not None
+    plan.check()
+    assert not plan.checkpointing["learner"].on
+    assert not plan.roles["learner"].offloads
+    settings = plan.settings("learner")
+    assert (settings.gradient_checkpointing, settings.offload_when_idle) == (False, False)
+    assert "checkpointing off" in plan.describe("learner")
+
+
+def test_largest_rollout_fraction_leaves_a_tenth(tmp_path: Path) -> None:
+    shared = with_shape(tmp_path, QWEN_05B, "grpo_0.5b_1gpu.yaml")
+    plan = plan_memory(shared, 80 * GIB)
+    assert plan is not None
+    fraction = plan.largest_rollout_fraction()
+    again = plan_memory(
+        with_shape(tmp_path, QWEN_05B, "grpo_0.5b_1gpu.yaml", f"rollout.gpu_memory_fraction={fraction}"), 80 * GIB
+    )
+    assert again is not None
+    assert again.gpus["shared"]["generate"] == pytest.approx(0.9 * 80 * GIB)
+    alone = plan_memory(with_shape(tmp_path, QWEN_05B, "grpo_0.5b_1gpu.yaml", "placement.mode=separate"), 80 * GIB)
+    assert alone is not None
+    assert alone.largest_rollout_fraction() == pytest.approx(0.9 - 1.5 / 80)
+
+
+def test_recipe_of_two_nodes_fits_and_checkpoints(tmp_path: Path) -> None:
+    plan = plan_memory(with_shape(tmp_path, QWEN_7B, "grpo_7b_2x8a100.yaml"), 80 * GIB)
+    assert plan is not None
+    plan.check()
+    choice = plan.checkpointing["learner"]
+    assert choice.on
+    assert choice.needed > choice.left
+
+
+def test_checkpointing_is_as_asked(tmp_path: Path) -> None:
+    config = with_shape(tmp_path, QWEN_05B, "grpo_0.5b_1gpu.yaml", "learner.gradient_checkpointing=true")
+    plan = plan_memory(config, 80 * GIB)
+    assert plan is not None
+    assert plan.checkpointing["learner"].on
+
+
+def test_the_critic_has_its_own_choice(tmp_path: Path) -> None:
+    """On a small GPU one of the two can do without, and the learner is asked first."""
+    config = with_shape(tmp_path, QWEN_05B, "ppo_0.5b_1gpu.yaml", f"reward.model.path={tmp_path}")
+    choices = []
+    for device_gib in (40, 60, 80):
+        plan = plan_memory(config, device_gib * GIB)
+        assert plan is not None
+        choices.append((plan.checkpointing["learner"].on, plan.checkpointing["critic"].on))
+    assert choices == [(True, True), (False, True), (False, False)]
+
+
+def test_optimiser_leaves_where_vllm_cannot_wake_beside_it(tmp_path: Path) -> None:
+    plan = plan_memory(with_shape(tmp_path, QWEN_15B, "grpo_0.5b_1gpu.yaml"), 40 * GIB)
+    assert plan is not None
+    assert plan.roles["learner"].offloads
+    assert "waits in host memory" in plan.describe("learner")
+    asked = with_shape(tmp_path, QWEN_15B, "grpo_0.5b_1gpu.yaml", "learner.offload_when_idle=false")
+    without = plan_memory(asked, 40 * GIB)
+    assert without is not None
+    saved = without.gpus["shared"]["generate"] - plan.gpus["shared"]["generate"]
+    assert saved == pytest.approx(plan.roles["learner"].optimizer)
+
+
+@pytest.mark.parametrize(
+    ("shape", "recipe", "overrides", "parts"),
+    [
+        (QWEN_7B, "grpo_7b_2x8a100.yaml", ["learner.num_ranks=1"], ["learner:", "raise learner.num_ranks"]),
+        (
+            QWEN_7B,
+            "grpo_7b_2x8a100.yaml",
+            ["learner.gradient_checkpointing=false"],
+            ["learner:", "set learner.gradient_checkpointing=null", "lower learner.micro_batch_tokens"],
+        ),
+        (
+            QWEN_7B,
+            "grpo_7b_2x8a100.yaml",
+            ["rollout.gpu_memory_fraction=0.1"],
+            ["rollout.gpu_memory_fraction=0.1", "KV cache", "rollout.tensor_parallel_size"],
+        ),
+        (
+            QWEN_15B,
+            "grpo_0.5b_1gpu.yaml",
+            ["rollout.gpu_memory_fraction=0.9", "learner.offload_when_idle=false"],
+            ["learner + rollout:", "to generate", "lower rollout.gpu_memory_fraction", "placement.mode=separate"],
+        ),
+    ],
+)
+def test_what_does_not_fit_is_one_line_with_the_key(
+    tmp_path: Path, shape: dict[str, object], recipe: str, overrides: list[str], parts: list[str]
+) -> None:
+    plan = plan_memory(with_shape(tmp_path, shape, recipe, *overrides), 80 * GIB)
+    assert plan is not None
+    with pytest.raises(ConfigError) as caught:
+        plan.check()
+    assert "\n" not in str(caught.value)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_role_checks_its_own_gpu(tmp_path: Path) -> None:
+    config = with_shape(tmp_path, QWEN_7B, "grpo_7b_2x8a100.yaml", "learner.num_ranks=1")
+    plan = plan_memory(config, 80 * GIB)
+    assert plan is not None
+    plan.check("reference")
+    with pytest.raises(ConfigError, match=r"^learner: "):
+        plan.check("learner")
+
+
+def test_reward_training_has_a_plan(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_05B))
+    config = load_config(CONF / "reward_tiny.yaml", [f"model.path={tmp_path}"], RewardTrainingConfig)
+    plan = plan_memory(config, 80 * GIB)
+    assert plan is not None
+    plan.check()
+    assert plan.gpus.keys() == {"learner"}
+
+
+def test_unknown_models_are_not_predicted(tmp_path: Path) -> None:
+    assert read_sizes("nobody/has-this-model") is None
+    assert sizes_of({"n_embd": 768, "n_layer": 12}) is None
+    assert plan_memory(load_config(CONF / "grpo_0.5b_1gpu.yaml", ["model.path=/nowhere"]), 80 * GIB) is None

@@ -1,0 +1,183 @@
+"""The stream of groups: exact batches, bounded staleness, dynamic sampling, nothing lost or used twice."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf.batch import Prompt, Rollout
+from rlhf.config import Config, load_config
+from rlhf.stream import GroupStream, choose_batch, sample_once
+
+ROOT = Path(__file__).resolve().parents[2]
+GROUP = 2
+
+
+def config(size: int, *, staleness: int = 0, tries: int = 0) -> Config:
+    overrides = [
+        f"algorithm.prompts_per_step={size}",
+        f"algorithm.group_size={GROUP}",
+        f"algorithm.dynamic_sampling_max_tries={tries}",
+        f"rollout.max_staleness={staleness}",
+    ]
+    return load_config(ROOT / "conf" / "grpo_tiny.yaml", overrides)
+
+
+@dataclass
+class Counting:
+    """A prompt stream that counts up."""
+
+    taken: int = 0
+
+    def at(self, position: int) -> Prompt:
+        return Prompt(id=position, token_ids=[1], text="")
+
+    def take(self, count: int) -> list[Prompt]:
+        self.taken += count
+        return [self.at(i) for i in range(self.taken - count, self.taken)]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.taken = state["taken"]
+
+
+@dataclass
+class Pool:
+    """Groups finish in an order of the test's choice; each carries the version at its submission."""
+
+    random: Random
+    version: int = 0
+    groups: dict[int, list[Rollout]] = field(default_factory=dict)
+    submitted: int = 0
+
+    def submit(self, prompts: Sequence[Prompt], *, group_size: int, greedy: bool = False) -> list[int]:
+        ids = range(self.submitted, self.submitted + len(prompts))
+        self.submitted += len(prompts)
+        versions = np.full(1, self.version, np.int32)
+        for i, prompt in zip(ids, prompts, strict=True):
+            self.groups[i] = [Rollout(prompt, k, [5], versions, "stop") for k in range(group_size)]
+        return list(ids)
+
+    def next_group(self, ids: Collection[int]) -> tuple[int, list[Rollout]]:
+        found = self.random.choice(sorted(ids))
+        return found, self.groups.pop(found)
+
+
+@dataclass(frozen=True)
+class Done:
+    scores: dict[str, list[float]]
+
+    def result(self) -> dict[str, list[float]]:
+        return self.scores
+
+
+@dataclass
+class EveryThird:
+    """Groups of prompts 0, 3, 6, ... have one good sample; all others are equal."""
+
+    def weights(self) -> dict[str, float]:
+        return {"right": 1.0}
+
+    def score(self, rollouts: Sequence[Rollout]) -> Done:
+        return Done({"right": [float(r.prompt.id % 3 == 0 and r.sample_index == 0) for r in rollouts]})
+
+
+def make(settings: Config, seed: int = 0) -> tuple[GroupStream, Counting, Pool]:
+    prompts, pool = Counting(), Pool(Random(seed))
+    return GroupStream(prompts, pool, EveryThird(), None, settings), prompts, pool  # type: ignore[arg-type]
+
+
+def test_on_policy_takes_exactly_its_prompts_in_their_order() -> None:
+    stream, prompts, pool = make(config(4))
+    for step in range(3):
+        pool.version = step
+        batch = stream.next_batch(step)
+        expected = [(p, k) for p in range(4 * step, 4 * step + 4) for k in range(GROUP)]
+        assert [(r.prompt.id, r.sample_index) for r in batch.rollouts] == expected
+        assert batch.packed.versions.unique().tolist() == [step]
+        assert prompts.taken == 4 * step + 4
+        assert len(batch.scores["right"]) == 8
+
+
+@given(st.integers(0, 3), st.integers(1, 4), st.integers(0, 10_000))
+def test_no_token_is_too_old_and_every_prompt_is_used_once(staleness: int, size: int, seed: int) -> None:
+    stream, prompts, pool = make(config(size, staleness=staleness), seed)
+    used = []
+    for step in range(12):
+        pool.version = step
+        batch = stream.next_batch(step)
+        assert len(batch.rollouts) == size * GROUP
+        assert step - int(batch.packed.versions.min()) <= staleness
+        used += [r.prompt.id for r in batch.rollouts[::GROUP]]
+        assert prompts.taken == size * (step + 1 + staleness), "it samples as far ahead as it may"
+    assert len(set(used)) == len(used)
+    left = stream.state_dict()["pending"]
+    assert sorted(used + left) == list(range(prompts.taken)), "every prompt is used, or still under way"
+
+
+def test_what_was_under_way_at_a_checkpoint_is_sampled_again() -> None:
+    settings = config(2, staleness=2)
+    stream, _, _ = make(settings, seed=3)
+    used = {r.prompt.id for step in range(3) for r in stream.next_batch(step).rollouts}
+    state = stream.state_dict()
+    assert len(state["pending"]) == 4
+
+    resumed, prompts, _ = make(settings, seed=4)
+    resumed.load_state_dict(state)
+    for step in range(3, 8):
+        ids = {r.prompt.id for r in resumed.next_batch(step).rollouts}
+        assert not ids & used
+        used |= ids
+    assert sorted(used | set(resumed.state_dict()["pending"])) == list(range(prompts.taken))
+
+
+def test_the_first_to_finish_are_taken_if_the_others_can_wait() -> None:
+    assert choose_batch([5, 5, 5], [5, 5, 5], step=3, size=2) == {0, 1}
+    assert choose_batch([5], [5, 5], step=4, size=2) is None, "not enough yet"
+
+
+def test_what_is_due_now_is_waited_for() -> None:
+    assert choose_batch([4, 4], [3], step=3, size=2) is None
+    assert choose_batch([4, 4, 3], [], step=3, size=2) == {0, 2}
+
+
+def test_groups_left_behind_must_fit_the_steps_they_have() -> None:
+    # four due by step 4, two a step: two of them must go at step 3, though others finished first
+    assert choose_batch([5, 5, 4], [4, 4, 4], step=3, size=2) is None
+    assert choose_batch([5, 5, 4, 4], [4, 4], step=3, size=2) == {2, 3}
+
+
+def test_equal_groups_are_replaced_exactly() -> None:
+    stream, prompts, _ = make(config(4, tries=10))
+    batch = stream.next_batch(0)
+    assert all(r.prompt.id % 3 == 0 for r in batch.rollouts)
+    assert batch.scores["right"] == [1.0, 0.0] * 4
+    assert 10 <= prompts.taken < 4 + 10 * 4
+
+
+def test_out_of_tries_the_batch_is_filled_with_equal_groups() -> None:
+    stream, prompts, _ = make(config(4, tries=1))
+    batch = stream.next_batch(0)
+    assert prompts.taken == 8, "one batch's worth of replacements"
+    assert len(batch.rollouts) == len(batch.scores["right"]) == 8
+    assert stream.state_dict()["pending"] == []
+
+
+def test_a_mixed_up_group_is_a_bug() -> None:
+    stream, _, pool = make(config(2))
+    mixed = [Rollout(Prompt(9, [1], ""), 0, [5], np.zeros(1, np.int32), "stop")]
+    pool.next_group = lambda ids: (next(iter(ids)), mixed)  # type: ignore[method-assign]
+    with pytest.raises(AssertionError, match="mixed up"):
+        stream.next_batch(0)
+
+
+def test_greedy_samples_come_in_prompt_order() -> None:
+    prompts = Counting().take(5)
+    assert [r.prompt.id for r in sample_once(prompts, Pool(Random(1)))] == [0, 1, 2, 3, 4]  # type: ignore[arg-type]
