@@ -270,6 +270,7 @@ class Cluster(ActorCluster):
             max_model_tokens=config.max_sequence_tokens,
             device=self.device,
             colocated=config.placement.mode == "colocate",
+            workers_on_gpu=config.rollout_workers_per_gpu,
             logprobs=config.needs_rollout_logprobs,
             seed=config.seed,
             dtype=config.model.dtype,

@@ -73,10 +73,16 @@ def fetch(ref: Any, member: Member, doing: str, timeout_s: float = 60.0) -> Any:
         trace = str(error)  # the traceback of the process it happened in
         raise ActorError(f"{member}: {doing} raised {type(cause).__name__}: {summary}\n{trace}") from None
     except (RayActorError, ObjectLostError) as error:
-        reason = " ".join(str(error).split())[:500]
-        raise RoleLostError(f"{member}: died while {doing}: {reason}") from None
+        raise RoleLostError(f"{member}: died while {doing}: {_why(error)}") from None
     except GetTimeoutError:
         raise DeadlineError(f"{member}: the result of {doing} did not arrive within {timeout_s:g} s") from None
+
+
+def _why(error: Exception) -> str:
+    """Ray's reason for a death, without its preamble and its guesses."""
+    text = " ".join(str(error).split())
+    text = text.rpartition("The actor is dead because ")[2].partition(" Some common causes")[0]
+    return text[:300]
 
 
 class ActorGroup:

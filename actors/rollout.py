@@ -23,6 +23,8 @@ from actors.group import RankActor
 from actors.transport import CalledOffError
 from rlhf.batch import Prompt, Rollout
 from rlhf.config import RolloutConfig
+from rlhf.errors import ConfigError
+from rlhf.memory import read_sizes, rollout_memory
 from rlhf.topology import Device
 from rlhf.weights import TensorSpec
 
@@ -59,6 +61,7 @@ class WorkerSpec:
     max_model_tokens: int
     device: Device
     colocated: bool
+    workers_on_gpu: int
     logprobs: bool
     seed: int
     dtype: str = "auto"
@@ -99,10 +102,27 @@ def engine_args(spec: WorkerSpec) -> dict[str, Any]:
         args |= {
             "dtype": "bfloat16" if spec.dtype == "auto" else spec.dtype,
             "enforce_eager": config.enforce_eager,
-            "gpu_memory_utilization": config.gpu_memory_fraction,
+            "gpu_memory_utilization": config.gpu_memory_fraction / spec.workers_on_gpu,
             "enable_sleep_mode": spec.colocated,
         }
+        if spec.workers_on_gpu > 1:  # they start at once: none could tell its own use of memory from the others'
+            args["kv_cache_memory_bytes"] = kv_cache_bytes(spec)
     return args | config.engine_args
+
+
+def kv_cache_bytes(spec: WorkerSpec) -> int:
+    """What an engine's share of its GPU leaves for the KV cache. Raises ConfigError where that is nothing."""
+    from vllm.platforms import current_platform
+
+    sizes = read_sizes(spec.model_path)
+    budget = spec.config.gpu_memory_fraction * current_platform.get_device_total_memory() / spec.workers_on_gpu
+    left = rollout_memory(sizes, budget_bytes=budget, tensor_parallel_size=1).kv_cache if sizes else 0
+    if left <= 0:
+        raise ConfigError(
+            f"rollout.num_workers: {spec.workers_on_gpu} workers on one GPU need model.path={spec.model_path} to be of "
+            "a known shape, and a larger rollout.gpu_memory_fraction; use one worker per GPU"
+        )
+    return int(left)
 
 
 def request_seed(run_seed: int, request: Request) -> int:
@@ -383,6 +403,12 @@ class RolloutActor(RankActor):
     def wake_cache(self) -> None:
         """Takes memory for the KV cache: from here on the worker may sample."""
         self._loop.call(lambda engine: engine.wake_up(tags=["kv_cache"]))
+
+    def device_name(self) -> str:
+        """As of any actor, without opening a CUDA context beside the engine's."""
+        from vllm.platforms import current_platform
+
+        return "cpu" if self._loop.spec.device == "cpu" else current_platform.get_device_name()
 
     def peak_memory_gib(self) -> dict[str, float]:
         """As of any actor; on a GPU the engine's processes hold the memory."""

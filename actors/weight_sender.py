@@ -20,7 +20,7 @@ from actors.transport import (
     shareable_memory,
 )
 from rlhf.models import PackedModel
-from rlhf.weights import Layout, TensorSpec, bucket_layout, bucket_size, checksum, pack, walk_buckets
+from rlhf.weights import Layout, TensorSpec, bucket_layout, bucket_size, checksum, pack_bucket, walk_buckets
 
 Way = Literal["broadcast", "share"]
 
@@ -47,12 +47,12 @@ class WeightSender:
         return self._store.port
 
     def join(self, meeting: Meeting, way: Way, timeout_s: float) -> tuple[str, bytes]:
-        """Leaves the session before and joins this one; returns (place, handle) of the ring, for those who share it.
+        """Leaves the session before and joins this one; returns (place, handle) of the ring for those who share it.
 
         Only rank 0 broadcasts. Raises CalledOffError.
         """
         self._leave()
-        ring = self._make_ring()
+        ring = self._make_ring(way)
         # On CPU all ranks are in one place: there the first serves all receivers.
         place = place_of(self._device) if self._device.type == "cuda" or self._rank == 0 else f"cpu/{self._rank}"
         self._session = Session(meeting, timeout_s)
@@ -62,11 +62,13 @@ class WeightSender:
             self._sender = BroadcastSender(self._session, ring)
         return place, self._handle
 
-    def _make_ring(self) -> Ring:
-        if self._ring is None:
-            slot_bytes = max(bucket_size(specs) for specs in self.layout)
-            memory, self._handle = shareable_memory(NUM_SLOTS * slot_bytes, self._device)
+    def _make_ring(self, way: Way) -> Ring:
+        num_bytes = NUM_SLOTS * max(bucket_size(specs) for specs in self.layout)
+        if way == "share" and not self._handle:
+            memory, self._handle = shareable_memory(num_bytes, self._device)
             self._ring = Ring(memory)
+        elif self._ring is None:
+            self._ring = Ring(torch.zeros(num_bytes, dtype=torch.uint8, device=self._device))
         return self._ring
 
     def _leave(self) -> None:
@@ -87,7 +89,7 @@ class WeightSender:
             if self._sender is None:
                 continue
             try:
-                data = pack(specs, pieces, self._sender.free_slot(bucket, bucket_size(specs)))
+                data = pack_bucket(specs, pieces, self._sender.free_slot(bucket, bucket_size(specs)))
                 self._sender.send(data)
             except CalledOffError as error:
                 called_off = str(error)
@@ -106,6 +108,6 @@ class WeightSender:
         stored = []
         for specs, pieces in walk_buckets(self._model, self.layout):
             if self._rank == 0:
-                data = pack(specs, pieces, torch.empty(bucket_size(specs), dtype=torch.uint8))
+                data = pack_bucket(specs, pieces, torch.empty(bucket_size(specs), dtype=torch.uint8))
                 stored.append((specs, ray.put(data.numpy()), int(checksum(data))))
         return stored

@@ -218,6 +218,7 @@ class PublishResult:
 
     committed: tuple[Member, ...]
     failed: dict[Member, RlhfError]
+    checksums: list[int]  # the learner's, of every bucket
     num_bytes: int  # of one copy of the weights, with padding
     seconds: dict[str, float]  # begin, join, transfer, finish
 
@@ -232,11 +233,13 @@ def publish(version: int, transport: Transport, members: Sequence[Member], deadl
     begun = call_each(members, "begin_update", doing="preparing for new weights", clock=clock)
     waiting, failed = dict(begun.answers), dict(begun.failed)
     good: list[Member] = []
+    sent: list[int] = []
     num_bytes, join_s = 0, 0.0
     marks.append(time.monotonic())
     while waiting:
         transfer = transport.transfer(waiting, clock)
         failed |= transfer.failed
+        sent = transfer.sent or sent
         num_bytes, join_s = max(num_bytes, transfer.num_bytes), join_s + transfer.join_s
         for member, received in transfer.received.items():
             error = _compare(member, version, transfer.sent, received)
@@ -257,7 +260,7 @@ def publish(version: int, transport: Transport, members: Sequence[Member], deadl
     marks.append(time.monotonic())
     begin_s, transfer_s, finish_s = (after - before for before, after in pairwise(marks))
     seconds = {"begin": begin_s, "join": join_s, "transfer": transfer_s - join_s, "finish": finish_s}
-    return PublishResult(tuple(good), failed, num_bytes, seconds)
+    return PublishResult(tuple(good), failed, sent, num_bytes, seconds)
 
 
 def _compare(member: Member, version: int, sent: list[int], received: list[list[int]]) -> WeightSyncError | None:

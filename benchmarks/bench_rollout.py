@@ -72,7 +72,7 @@ def worker_spec(model: str, variant: Variant, prompt_tokens: int) -> WorkerSpec:
             max_completion_tokens=variant.completion,
             ignore_eos=True,
             seed_requests=variant.seed_requests,
-            gpu_memory_fraction=variant.gpu_memory_fraction / variant.workers,
+            gpu_memory_fraction=variant.gpu_memory_fraction,
             max_num_seqs=math.ceil(variant.max_num_seqs / variant.workers),
             engine_args=dict(variant.engine_args),
         ),
@@ -81,6 +81,7 @@ def worker_spec(model: str, variant: Variant, prompt_tokens: int) -> WorkerSpec:
         max_model_tokens=prompt_tokens + variant.completion,
         device="gpu" if torch.cuda.is_available() else "cpu",
         colocated=False,
+        workers_on_gpu=variant.workers,
         logprobs=variant.logprobs,
         seed=0,
     )
@@ -200,8 +201,8 @@ def measure(model: str, variant: Variant, device: str) -> Row:
         stack.enter_context(idle_processes(variant.idle_processes))
         children = [stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn)) for _ in shares]
         started = time.monotonic()
-        for child in children:  # one after the other: vLLM sizes its cache from the memory it finds free
-            child.submit(child_start, spec).result()
+        for start in [child.submit(child_start, spec) for child in children]:
+            start.result()
         start_s = time.monotonic() - started
         times = []
         lengths: list[tuple[int, int]] = []

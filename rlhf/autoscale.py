@@ -1,5 +1,7 @@
 """When the rollout pool should grow or shrink: a pure rule over measured waits, with hysteresis."""
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rlhf.config import AutoscaleConfig
@@ -21,6 +23,36 @@ class StepLoad:
     @property
     def idle_fraction(self) -> float:
         return 1.0 - self.busy_worker_s / self.worker_s if self.worker_s else 0.0
+
+
+class LoadMeter:
+    """Adds up a step's load, from one publish to the next."""
+
+    def __init__(self, *, on_policy: bool) -> None:
+        """``on_policy``: workers can only have something to do while the driver waits for samples."""
+        self._on_policy = on_policy
+        self._closed_s = self._looked_s = time.monotonic()
+        self._wait_s = self._busy_worker_s = self._worker_s = 0.0
+
+    def waited(self, seconds: float) -> None:
+        """The driver has waited for samples."""
+        self._wait_s += seconds
+
+    def looked(self, count_time: Callable[[float], tuple[float, float]], *, driver_waits: bool) -> None:
+        """Takes in the time since the last look; ``count_time(elapsed_s)`` gives (busy, all) seconds of workers."""
+        now = time.monotonic()
+        busy_s, worker_s = count_time(now - self._looked_s)
+        self._looked_s = now
+        if driver_waits or not self._on_policy:
+            self._busy_worker_s += busy_s
+            self._worker_s += worker_s
+
+    def close(self) -> StepLoad:
+        """The load of the step that ends here; a new one begins."""
+        now = time.monotonic()
+        load = StepLoad(now - self._closed_s, self._wait_s, self._busy_worker_s, self._worker_s)
+        self._closed_s, self._wait_s, self._busy_worker_s, self._worker_s = now, 0.0, 0.0, 0.0
+        return load
 
 
 @dataclass(frozen=True)

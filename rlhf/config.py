@@ -348,7 +348,7 @@ class RolloutConfig:
     seed_requests: bool = True  # one generator per completion: the same samples for any number of workers
     max_staleness: int = 0  # weight versions that a sample may lag behind; 0 is strictly on-policy
     logprobs: bool = False  # ask vLLM for log-probabilities even when no correction uses them
-    gpu_memory_fraction: float = 0.85  # of one GPU, for weights and KV cache
+    gpu_memory_fraction: float = 0.85  # of one GPU, for weights and KV cache of all workers on it
     cpu_kv_cache_mib: int = 128
     max_num_seqs: int = 256
     enforce_eager: bool = False  # no CUDA graphs; CPU is always eager
@@ -513,15 +513,11 @@ class Config:
                 f"rollout.max_completion_tokens = {self.max_sequence_tokens}; use at least that",
             )
         _require(
-            self.placement.mode == "separate"
-            or (
-                self.num_shared_bundles % self.rollout.tensor_parallel_size == 0
-                and self.rollout.num_workers * self.rollout.tensor_parallel_size <= self.num_shared_bundles
-            ),
+            self.placement.mode == "separate" or self._fits_shared_bundles(),
             f"placement.mode=colocate puts rollout workers on the learner's {self.learner.num_ranks} ranks, but "
             f"rollout.num_workers={self.rollout.num_workers} x rollout.tensor_parallel_size="
-            f"{self.rollout.tensor_parallel_size} does not fit them; lower one, raise learner.num_ranks, or use "
-            "placement.mode=separate",
+            f"{self.rollout.tensor_parallel_size} does not fit them; use as many or fewer, a multiple of them with "
+            "tensor_parallel_size=1, another learner.num_ranks, or placement.mode=separate",
         )
 
     @property
@@ -533,6 +529,16 @@ class Config:
     def num_shared_bundles(self) -> int:
         """Bundles of the shared placement group in colocate mode: one per learner rank."""
         return self.learner.num_ranks
+
+    def _fits_shared_bundles(self) -> bool:
+        bundles, tp = self.num_shared_bundles, self.rollout.tensor_parallel_size
+        wanted = self.rollout.num_workers * tp
+        return bundles % tp == 0 and (wanted <= bundles or (tp == 1 and wanted % bundles == 0))
+
+    @property
+    def rollout_workers_per_gpu(self) -> int:
+        """More than one only in colocate mode, where several small engines hide each other's work on the CPU."""
+        return max(1, self.rollout.num_workers // self.num_shared_bundles) if self.placement.mode == "colocate" else 1
 
     @property
     def uses_reference(self) -> bool:

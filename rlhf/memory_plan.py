@@ -85,8 +85,11 @@ class MemoryPlan:
 
     def largest_rollout_fraction(self) -> float:
         """The most that rollout.gpu_memory_fraction could be beside those who share the GPU."""
-        others = self.gpus["shared"]["generate"] - self.roles["rollout"].peak if "shared" in self.gpus else 0.0
-        return max(0.0, AUTO_SHARE - (others + GRAPH_BYTES) / self.device_bytes)
+        assert isinstance(self.config, Config)
+        engines = self.config.rollout_workers_per_gpu
+        awake = engines * self.roles["rollout"].peak
+        others = self.gpus["shared"]["generate"] - awake if "shared" in self.gpus else 0.0
+        return max(0.0, AUTO_SHARE - (others + engines * GRAPH_BYTES) / self.device_bytes)
 
     def settings(self, role: str) -> LearnerConfig:
         """A learner's settings with what they leave open decided."""
@@ -205,7 +208,7 @@ def _roles(
         )
     roles["rollout"] = rollout_memory(
         policy,
-        budget_bytes=config.rollout.gpu_memory_fraction * device_bytes,
+        budget_bytes=config.rollout.gpu_memory_fraction * device_bytes / config.rollout_workers_per_gpu,
         tensor_parallel_size=config.rollout.tensor_parallel_size,
         element_bytes=element_bytes,
     )
@@ -227,10 +230,12 @@ def _phases(config: AnyConfig, roles: Mapping[str, RoleMemory]) -> dict[str, dic
     }
     count = {role: -(-ranks[role] // bundles) for role in roles if role != "rollout"}  # on the fullest GPU
     idle = {role: number * roles[role].idle for role, number in count.items()}
+    engines = config.rollout_workers_per_gpu
     return {
         "shared": {
-            "generate": sum(idle.values()) + roles["rollout"].peak,
-            "score": sum(number * roles[role].scores for role, number in count.items()) + ASLEEP_BYTES,
-            "train": sum(count[r] * roles[r].peak if r in learners else idle[r] for r in count) + ASLEEP_BYTES,
+            "generate": sum(idle.values()) + engines * roles["rollout"].peak,
+            "score": sum(number * roles[role].scores for role, number in count.items()) + engines * ASLEEP_BYTES,
+            "train": sum(count[r] * roles[r].peak if r in learners else idle[r] for r in count)
+            + engines * ASLEEP_BYTES,
         }
     }

@@ -129,9 +129,9 @@ def _shared(config: Config, device: Device) -> tuple[list[GroupSpec], dict[str, 
         share = GPU_SHARES[role] * gpus
         slots[role] = tuple(Slot("shared", rank % count, cpus, share) for rank in range(ranks))
     cpus = float(config.rollout.cpus_per_worker)
-    share = GPU_SHARES["rollout"] * gpus if tp == 1 else 0.0
+    share = GPU_SHARES["rollout"] * gpus / config.rollout_workers_per_gpu if tp == 1 else 0.0
     slots["rollout"] = tuple(
-        Slot("shared", w * tp, cpus, share, tuple(range(w * tp, (w + 1) * tp)) if tp > 1 else ())
+        Slot("shared", w * tp % count, cpus, share, tuple(range(w * tp, (w + 1) * tp)) if tp > 1 else ())
         for w in range(config.rollout.num_workers)
     )
     for role_slots in slots.values():

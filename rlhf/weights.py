@@ -48,37 +48,33 @@ def named_parameters(model: "PackedModel") -> list[tuple[str, nn.Parameter]]:
 
 
 def bucket_layout(model: "PackedModel", bucket_bytes: int) -> Layout:
-    """Cuts tensors larger than ``bucket_bytes`` into rows; no bucket exceeds that unless a single row does."""
+    """Fills every bucket: a tensor that does not fit what is left is cut by rows and goes on in the next.
+
+    No bucket exceeds ``bucket_bytes`` unless a single row does.
+    """
+    bucket_bytes -= bucket_bytes % ALIGNMENT
     layout: Layout = []
     current: list[TensorSpec] = []
     used = 0
     for name, parameter in named_parameters(model):
-        full_shape = tuple(_full_shape(parameter))
-        for first_row, shape in _cut(full_shape, parameter.element_size(), bucket_bytes):
-            num_bytes = torch.Size(shape).numel() * parameter.element_size()
-            if current and used + num_bytes > bucket_bytes:
+        full_shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        num_rows = full_shape[0] if full_shape else 1
+        row_bytes = torch.Size(full_shape[1:]).numel() * parameter.element_size()
+        first_row = 0
+        while first_row < num_rows:
+            fitting = (bucket_bytes - used) // row_bytes
+            if fitting <= 0 and current:
                 layout.append(tuple(current))
                 current, used = [], 0
-            dtype = str(parameter.dtype).removeprefix("torch.")
-            current.append(TensorSpec(name, dtype, shape, full_shape, first_row, used, num_bytes))
-            used = _aligned(used + num_bytes)
+                continue
+            rows = min(max(1, fitting), num_rows - first_row)
+            shape = (rows, *full_shape[1:]) if full_shape else ()
+            current.append(TensorSpec(name, dtype, shape, full_shape, first_row, used, rows * row_bytes))
+            used = _aligned(used + rows * row_bytes)
+            first_row += rows
     layout.append(tuple(current))
     return layout
-
-
-def _full_shape(parameter: nn.Parameter) -> torch.Size:
-    return getattr(parameter, "ds_shape", parameter.shape)
-
-
-def _cut(shape: tuple[int, ...], element_bytes: int, bucket_bytes: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """(first row, shape) of each piece of a tensor."""
-    num_bytes = torch.Size(shape).numel() * element_bytes
-    if num_bytes <= bucket_bytes or not shape:
-        yield 0, shape
-        return
-    rows_each = max(1, bucket_bytes * shape[0] // num_bytes)
-    for first in range(0, shape[0], rows_each):
-        yield first, (min(rows_each, shape[0] - first), *shape[1:])
 
 
 def _aligned(num_bytes: int) -> int:
@@ -132,7 +128,7 @@ def walk_buckets(model: "PackedModel", layout: Layout) -> Iterator[tuple[tuple[T
 
 
 @torch.no_grad()
-def pack(specs: Sequence[TensorSpec], pieces: Sequence[Tensor], data: Tensor) -> Tensor:
+def pack_bucket(specs: Sequence[TensorSpec], pieces: Sequence[Tensor], data: Tensor) -> Tensor:
     """Copies a bucket's tensors into ``data``'s first bytes (uint8), padding zeroed; returns those bytes."""
     for spec, piece in zip(specs, pieces, strict=True):
         view_bucket(data, spec).copy_(piece)

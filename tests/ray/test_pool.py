@@ -71,47 +71,46 @@ def kill_while_generating(run: RecordedRun) -> None:
 
 def test_the_run_survives_random_deaths(ray_session: None, tiny_config) -> None:
     """A small version of `make chaos`."""
-    chaos(tiny_config, kills=4, steps=14, pause_s=(1.0, 6.0))
+    chaos(tiny_config, kills=4, steps=20, pause_s=(1.0, 6.0))
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(3600)
 def test_chaos(ray_session: None, tiny_config) -> None:
     """Fifty deaths in every phase."""
-    killer = chaos(tiny_config, kills=50, steps=1000, pause_s=(0.5, 12.0))
+    killer = chaos(tiny_config, kills=50, steps=20, pause_s=(0.5, 12.0))
     assert {"generate", "update", "publish"} <= {phase for phase, _ in killer.kills}
     assert {alive for _, alive in killer.kills} >= {1, 2, 3}
 
 
 def chaos(tiny_config, *, kills: int, steps: int, pause_s: tuple[float, float]) -> Killer:
-    """A run of three workers, one killed now and then. It ends some steps after the last death."""
+    """A run of three workers, one killed now and then; at least ``steps`` long, and a bit longer than the killing."""
     config = tiny_config(
-        *("rollout.num_workers=3", "rollout.max_staleness=1", f"num_steps={steps}", "learner.num_ranks=1"),
-        *("algorithm.beta=0", "rollout.max_start_failures=1000", "eval_every_steps=0"),
+        *("rollout.num_workers=3", "rollout.max_staleness=1", "num_steps=1000000", "learner.num_ranks=1"),
+        *("algorithm.beta=0", "rollout.max_start_failures=1000"),
     )
     with recorded_run(config, notes := []) as run:
         killer = Killer(kills, pause_s, lambda: run.phase, seed=1)
         killer.start()
-        threading.Thread(target=stop_after, args=(run, killer), daemon=True).start()
+        threading.Thread(target=stop_after, args=(run, killer, steps), daemon=True).start()
         run.driver.run()
-        killer.stopping.set()
-        killer.join(timeout=30)
+        run.driver.evaluate()
         check_consumed_once(run)
         assert all(low >= 0 and high <= 1 for low, high in run.lags), run.lags
-        assert len(killer.kills) >= min(kills, 2), "the run was over before anything happened"
-        assert len(notes) >= len(killer.kills) - 3, "a death went unnoticed"  # a dead process may be chosen again
+        assert len(killer.kills) == kills
+        assert len(notes) >= kills * 0.8, "deaths went unnoticed"  # one may be killed twice before anybody looks
         first, last = run.driver.evaluations[0], run.driver.evaluations[run.driver.step]
-        assert last["reward"] > first["reward"] + 0.02
+        assert last["reward"] > first["reward"] + 0.05
         for line in (f"{run.driver.step} steps, kills: {killer.kills}", *notes):
             print(line)
     return killer
 
 
-def stop_after(run: RecordedRun, killer: Killer, more_steps: int = 5) -> None:
-    """Ends the run a few steps after the last death."""
+def stop_after(run: RecordedRun, killer: Killer, steps: int) -> None:
+    """Ends the run some steps after the last death."""
     killer.join()
     last = run.driver.step
-    until(lambda: run.driver.step >= last + more_steps, 600, "steps after the last death")
+    until(lambda: run.driver.step >= max(steps, last + 5), 600, "steps after the last death")
     run.driver.stop_requested = True
 
 
@@ -198,3 +197,20 @@ def kill_learner_after(run_dir: Path, steps: int) -> None:
         if entry.name.isdigit() and b"ray::LearnerActor" in (entry / "cmdline").read_bytes():
             os.kill(int(entry.name), signal.SIGKILL)
             return
+
+
+def test_nodes_leave_and_join(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """On a simulated cluster of three nodes."""
+    env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ray.nodes", str(tiny_model_dir), str(tmp_path / "run")],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["history"] == ["3 live", "2 live after a node left", "3 live after a node came"]
+    assert report["each_prompt_once"]

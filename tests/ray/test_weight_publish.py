@@ -1,16 +1,27 @@
 """After a publish vLLM samples from exactly the learner's weights, as its log-probabilities and versions say."""
 
+from typing import Any, Literal
+
 import pytest
+import ray
 import torch
 from transformers import AutoTokenizer
 
+from actors.group import Deadline
+from actors.load_plan import LoadPlan, keeps_weights_as_loaded
+from actors.rollout import Request, RolloutActor
+from actors.weight_sync import SessionTransport
 from rlhf.algorithms import make_algorithm
 from rlhf.batch import Rollout, TrainBatch, pack
 from rlhf.data import load_prompts
+from rlhf.errors import ActorError
+from rlhf.models import load_policy
 from rlhf.rewards import combine
+from rlhf.weights import Layout, bucket_layout, bucket_size, pack_bucket
 
 pytestmark = pytest.mark.ray
 
+DEADLINE = Deadline(120, "timeouts.publish_s")
 FP32_BOUND = 1e-3  # nats; 4e-6 is what is seen
 
 
@@ -21,8 +32,18 @@ def prompts(live):
     return load_prompts(config.data.train, config.data, tokenizer, split="train", seed=0).all()[:8]
 
 
+def generate(roles, prompts, group_size: int) -> list[list[Rollout]]:
+    waiting = set(roles.rollouts.submit(prompts, group_size=group_size))
+    groups = []
+    while waiting:
+        group_id, group = roles.rollouts.next_group(waiting)
+        waiting.remove(group_id)
+        groups.append(group)
+    return groups
+
+
 def sample(roles, prompts, group_size: int = 4) -> tuple[list[Rollout], TrainBatch]:
-    groups = sorted(roles.rollouts.generate(prompts, group_size=group_size), key=lambda g: g[0].prompt.id)
+    groups = sorted(generate(roles, prompts, group_size), key=lambda g: g[0].prompt.id)
     rollouts = [rollout for group in groups for rollout in group]
     return rollouts, pack(rollouts)
 
@@ -64,7 +85,7 @@ def test_reference_stays_where_it_was(live, prompts) -> None:
 def test_groups_are_whole_and_each_prompt_comes_once(live, prompts) -> None:
     config, _, roles = live
     roles.rollouts.publish(8)
-    groups = list(roles.rollouts.generate(prompts, group_size=3))
+    groups = generate(roles, prompts, group_size=3)
     assert sorted(g[0].prompt.id for g in groups) == sorted(p.id for p in prompts)
     for group in groups:
         assert [r.sample_index for r in group] == [0, 1, 2]
@@ -84,19 +105,82 @@ def test_samples_do_not_depend_on_which_worker_draws_them(live, prompts) -> None
 
 
 def test_a_worker_without_committed_weights_does_not_sample(live, prompts) -> None:
-    from actors.rollout import Request
-    from rlhf.errors import ActorError
+    def forget(actor: RolloutActor) -> None:
+        actor._loop.version = -1  # as before the first commit
 
     _, cluster, roles = live
-    from actors.group import Deadline
-
-    workers, deadline = cluster.group("rollout"), Deadline(60, "timeouts.publish_s")
-    workers.call("begin_update", deadline=deadline, doing="preparing").result()
-    with pytest.raises(ActorError, match=r"rollout\[0\] on .*without a committed weight version"):
-        workers.call("submit", [Request(prompts[0], 0)], deadline=deadline, doing="queueing").result()
-    # the session that was begun is finished by a whole publish's own transfer
-    transfer = roles.rollouts._transport
-    transfer.transfer()
-    workers.call("finish_update", deadline=deadline, doing="loading").result()
+    workers = cluster.group("rollout")
+    ray.get([member.handle.__ray_call__.remote(forget) for member in workers.members], timeout=60)
+    with pytest.raises(ActorError, match=r"rollout\[\d+\] on .*without a committed weight version"):
+        workers.call("submit", [Request("a", prompts[0], 0)], deadline=DEADLINE, doing="queueing").result()
     roles.rollouts.publish(10)
     assert sample(roles, prompts)[1].versions.unique().tolist() == [10]
+
+
+@pytest.mark.parametrize("way", ["broadcast", "share"])
+def test_sessions_reach_vllm_too(live, prompts, way: Literal["broadcast", "share"], monkeypatch) -> None:
+    """What GPUs use, here with gloo and memory of the node, from two ZeRO-3 ranks into vLLM's layer-wise loader."""
+    config, cluster, roles = live
+    monkeypatch.setattr(roles.rollouts, "_transport", SessionTransport(cluster.group("learner"), way))
+    for version in {"broadcast": (20, 21), "share": (22, 23)}[way]:
+        roles.rollouts.publish(version)
+        rollouts, batch = sample(roles, prompts)
+        assert batch.versions.unique().tolist() == [version]
+        assert gap(roles.learner.score(batch).result(), batch) < FP32_BOUND
+        train_once(config, roles, rollouts, batch)
+        assert gap(roles.learner.score(batch).result(), batch) > 10 * FP32_BOUND
+
+
+def plans_as_vllm_loads(worker: Any, layout: Layout) -> bool:
+    """In vLLM's worker: whether a plan's copies give a fresh model the weights that vLLM's own loader gives it.
+
+    Fresh, because on CPU vLLM packs the weights of a live one.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    def fresh(prefix: str) -> torch.nn.Module:  # a new name each time: vLLM registers attention layers
+        with set_current_vllm_config(worker.vllm_config):
+            return initialize_model(vllm_config=worker.vllm_config, prefix=f"{prefix}-{len(layout)}")
+
+    expected, planned = fresh("expected"), fresh("planned")
+    tensors = {s.name: torch.randn(s.full_shape, dtype=getattr(torch, s.dtype)) for specs in layout for s in specs}
+    expected.load_weights(tensors.items())
+    plan = LoadPlan(planned, planned.load_weights, layout)
+    for specs in layout:
+        pieces = [tensors[s.name].narrow(0, s.first_row, s.shape[0]) for s in specs]
+        data = pack_bucket(specs, pieces, torch.empty(bucket_size(specs), dtype=torch.uint8))
+        for target, rows in plan.copies(specs, data):
+            target.copy_(rows)
+    pairs = list(zip(planned.parameters(), expected.parameters(), strict=True))
+    return keeps_weights_as_loaded(planned) and len(pairs) > 5 and all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("bucket_bytes", [40_000, 1 << 30])
+def test_copies_by_plan_equal_what_vllms_loader_does(live, tiny_model_dir, bucket_bytes: int) -> None:
+    _, cluster, _ = live
+    policy = load_policy(str(tiny_model_dir), dtype=torch.float32, temperature=1.0, chunk_tokens=64)
+    layout = bucket_layout(policy, bucket_bytes)
+    run = plans_as_vllm_loads
+    worker = cluster.group("rollout").members[0].handle
+    ref = worker.__ray_call__.remote(
+        lambda actor: actor._loop.call(lambda engine: engine.collective_rpc(run, args=(layout,)))
+    )
+    assert ray.get(ref, timeout=120) == [True]
+
+
+def test_an_update_that_broke_off_is_made_good_by_the_next(live, prompts) -> None:
+    config, cluster, roles = live
+    roles.rollouts.publish(30)
+    rollouts, batch = sample(roles, prompts)
+    train_once(config, roles, rollouts, batch)
+    stored = cluster.group("learner").call("send_object_store", deadline=DEADLINE, doing="gathering").result()[0]
+    workers = cluster.group("rollout")
+    workers.call("begin_update", deadline=DEADLINE, doing="preparing").result()
+    (specs, reference, _) = stored[0]
+    after_q = 1 + next(i for i, spec in enumerate(specs) if spec.name == "model.layers.1.self_attn.q_proj.weight")
+    workers.call("receive", 60.0, [(specs[:after_q], reference)], deadline=DEADLINE, doing="receiving").result()
+    roles.rollouts.publish(31)
+    _, batch = sample(roles, prompts)
+    assert batch.versions.unique().tolist() == [31]
+    assert gap(roles.learner.score(batch).result(), batch) < FP32_BOUND

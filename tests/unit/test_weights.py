@@ -15,7 +15,7 @@ from rlhf.weights import (
     checksum,
     gathered_state_dict,
     named_parameters,
-    pack,
+    pack_bucket,
     view_bucket,
     walk_buckets,
 )
@@ -33,7 +33,7 @@ def test_buckets_hold_every_parameter_once(policy, bucket_bytes: int) -> None:
     layout = bucket_layout(policy, bucket_bytes)
     buffer = torch.empty(max(bucket_size(specs) for specs in layout), dtype=torch.uint8)
     for specs, pieces in walk_buckets(policy, layout):
-        data = pack(specs, pieces, buffer)
+        data = pack_bucket(specs, pieces, buffer)
         assert len(data) == bucket_size(specs) <= bucket_bytes
         for spec in specs:
             rows = seen[spec.name] if spec.is_whole else seen[spec.name].narrow(0, spec.first_row, spec.shape[0])
@@ -118,7 +118,7 @@ def test_a_load_plan_copies_what_the_loader_would(bucket_bytes: int) -> None:
     plan = LoadPlan(model, model.load_weights, layout)
     assert not any(parameter.any() for parameter in model.parameters()), "planning must not write"
     for specs, pieces in walk_buckets(source, layout):  # type: ignore[arg-type]
-        data = pack(specs, pieces, torch.empty(bucket_size(specs), dtype=torch.uint8))
+        data = pack_bucket(specs, pieces, torch.empty(bucket_size(specs), dtype=torch.uint8))
         for target, rows in plan.copies(specs, data):
             target.copy_(rows)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))

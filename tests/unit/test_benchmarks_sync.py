@@ -1,0 +1,21 @@
+"""The benchmark of weight publishes runs, in its tiny mode, and writes what it measured. No figure is asserted."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.ray
+def test_bench_sync(tiny_model_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "sync.json"
+    command = [sys.executable, "-m", "benchmarks.bench_sync", "--tiny", str(tiny_model_dir), "--zero", "3"]
+    done = subprocess.run([*command, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr + done.stdout
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["mode"] == "object-store" and row["zero"] == 3
+    assert row["publish_s"] >= row["transfer_s"] > 0 and row["gb_per_s"] > 0
