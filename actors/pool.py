@@ -219,6 +219,7 @@ class RolloutPool:
             "pool/live_workers": float(len(live)),
             "pool/wanted_workers": float(sum(self._crew.targets.values())),
             "pool/replaced_workers": float(self._crew.num_replaced),
+            "pool/busy_s": load.busy_worker_s / max(1, len(live)),
             "pool/idle_fraction": load.idle_fraction,
             "pool/wait_fraction": load.wait_fraction,
         }

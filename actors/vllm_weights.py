@@ -8,7 +8,6 @@ Weights are copied straight into the live model where vLLM keeps them as loaded;
 """
 
 import ctypes
-import dataclasses
 import multiprocessing
 import os
 import signal
@@ -32,10 +31,6 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 PlainLayout = list[list[dict[str, Any]]]
 """A Layout of lists and dicts only, which is what vLLM's messages between its processes carry."""
-
-
-def plain_layout(layout: Layout) -> PlainLayout:
-    return [[dataclasses.asdict(spec) for spec in specs] for specs in layout]
 
 
 def _layout(plain: PlainLayout) -> Layout:

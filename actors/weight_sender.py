@@ -52,14 +52,13 @@ class WeightSender:
         Only rank 0 broadcasts. Raises CalledOffError.
         """
         self._leave()
-        ring = self._make_ring(way)
         # On CPU all ranks are in one place: there the first serves all receivers.
         place = place_of(self._device) if self._device.type == "cuda" or self._rank == 0 else f"cpu/{self._rank}"
         self._session = Session(meeting, timeout_s)
         if way == "share":
-            self._sender = SharedSender(self._session, ring, place)
+            self._sender = SharedSender(self._session, self._make_ring(way), place)
         elif self._rank == 0:
-            self._sender = BroadcastSender(self._session, ring)
+            self._sender = BroadcastSender(self._session, self._make_ring(way))
         return place, self._handle
 
     def _make_ring(self, way: Way) -> Ring:
@@ -72,6 +71,7 @@ class WeightSender:
         return self._ring
 
     def _leave(self) -> None:
+        """At once when a transfer is off: a broadcast to the dead holds the device."""
         if self._sender is not None:
             self._sender.close()
         self._sender = None
@@ -93,14 +93,18 @@ class WeightSender:
                 self._sender.send(data)
             except CalledOffError as error:
                 called_off = str(error)
-                self._leave()  # at once: a broadcast to the dead holds the device
+                self._leave()
                 continue
             if self._rank == 0:
                 sums.append(checksum(data))
         if called_off:
             raise CalledOffError(called_off)
-        if self._sender is not None:
-            self._sender.drain()
+        try:
+            if self._sender is not None:
+                self._sender.drain()
+        except CalledOffError:
+            self._leave()
+            raise
         return torch.stack(sums).tolist() if sums else []
 
     def to_object_store(self) -> list[tuple[tuple[TensorSpec, ...], ray.ObjectRef, int]]:

@@ -7,8 +7,10 @@ python -m benchmarks.bench_learner --tiny MODEL_DIR          # seconds on a CPU;
 import argparse
 import json
 import math
+import multiprocessing
 import os
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from rlhf.models import load_policy
 from rlhf.roofline import device_peaks, shape_of, update_flops
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "default": {},
+    "default": {"gradient_checkpointing": True},
     "no-checkpointing": {"gradient_checkpointing": False},
     "zero1": {"zero_stage": 1, "gradient_checkpointing": False},
     "compile": {"zero_stage": 1, "gradient_checkpointing": False, "compile": True},
@@ -52,8 +54,12 @@ def ragged_batch(num_sequences: int, prompt_tokens: int, median: int, longest: i
 
 
 def measure(model: str, batch: TrainBatch, variant: dict[str, Any], repeats: int, longest: int) -> dict[str, float]:
-    """Seconds of an update after one warm-up, and what follows from them."""
+    """Seconds of an update after one warm-up, and what follows from them. For a process of its own: DeepSpeed's engines
+    outlive their use, and their memory would count for the next one."""
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777"}
     device = local_rank_device()
+    init_distributed(device, 600)
     config = LearnerConfig(**{"micro_batch_tokens": 16384, **variant})
     dtype = resolve_dtype("auto", device)
 
@@ -77,7 +83,7 @@ def measure(model: str, batch: TrainBatch, variant: dict[str, Any], repeats: int
     num_tokens = len(batch.tokens)
     flops = update_flops(shape_of(engine.model.lm.config), batch.sequence_lengths.tolist(), batch.num_completion_tokens)
     peaks = device_peaks(torch.cuda.get_device_name()) if device.type == "cuda" else None
-    result = {
+    return {
         "first_s": first,
         "update_s": seconds,
         "tokens_per_s": num_tokens / seconds,
@@ -85,8 +91,6 @@ def measure(model: str, batch: TrainBatch, variant: dict[str, Any], repeats: int
         "mfu": flops / seconds / peaks.flops if peaks else math.nan,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else math.nan,
     }
-    engine.engine.destroy()
-    return result
 
 
 def main() -> None:
@@ -104,15 +108,14 @@ def main() -> None:
     if args.tiny:
         args.sequences, args.prompt, args.median, args.longest = 16, 8, 12, 24
         args.variants, args.repeats = ["default", "zero1"], 1
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777"}
-    init_distributed(local_rank_device(), 600)
     vocab = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
     batch = ragged_batch(args.sequences, args.prompt, args.median, args.longest, vocab)
     table = Table("variant", "update s", "tokens/s", "TFLOP/s", "MFU", "peak GiB", "first s")
     results = {}
     for name in args.variants:
-        results[name] = r = measure(args.model, batch, VARIANTS[name], args.repeats, args.longest)
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as child:
+            measured = child.submit(measure, args.model, batch, VARIANTS[name], args.repeats, args.longest)
+            results[name] = r = measured.result()
         table.add_row(
             name,
             f"{r['update_s']:.2f}",

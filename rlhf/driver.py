@@ -111,9 +111,12 @@ class Driver:
         rollouts, group_size = sampled.rollouts, self.config.algorithm.group_size
         metrics |= rollout_metrics(rollouts, sampled.scores, batch.rewards, group_size=group_size)
         metrics |= self.staleness(batch)
-        phases, workers = self.tracker.step_phases, int(metrics["pool/live_workers"])
         metrics |= self.roofline.figures(
-            batch, phases, step=self.step, generate_s=phases["generate"], num_workers=workers
+            batch,
+            self.tracker.step_phases,
+            step=self.step,
+            generate_s=metrics["pool/busy_s"],
+            num_workers=int(metrics["pool/live_workers"]),
         )
         self.tracker.log_step(self.step, metrics, num_tokens=len(batch.tokens), num_episodes=len(rollouts))
         if self.is_due(self.config.tracking.completions_every_steps):

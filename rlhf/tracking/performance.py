@@ -75,6 +75,7 @@ class Roofline:
     num_epochs: int
     critic_warmup_steps: int  # steps in which only the critic learns
     tensor_parallel_size: int
+    workers_per_gpu: int
     max_num_seqs: int  # of one rollout worker
     colocated: bool
 
@@ -96,6 +97,7 @@ class Roofline:
             num_epochs=config.algorithm.num_epochs,
             critic_warmup_steps=config.critic.warmup_steps if critic is not None else 0,
             tensor_parallel_size=config.rollout.tensor_parallel_size,
+            workers_per_gpu=config.rollout_workers_per_gpu,
             max_num_seqs=config.rollout.max_num_seqs,
             colocated=colocated,
         )
@@ -106,7 +108,7 @@ class Roofline:
         """What is known of ``perf/mfu_update``, ``perf/hbm_decode`` and ``perf/link_sync``, each a share of 1.
 
         ``phases``: wall seconds of the step's phases; ``generate_s``: how long ``num_workers`` rollout workers were at
-        it. The whole phase counts, with the waiting in it. ``link_sync`` takes the learner's NVLink, or a copy within
+        it. ``link_sync`` takes the learner's NVLink, or a copy within
         the GPU where it is shared, whatever lies between the two; across hosts it is small.
         """
         found: Metrics = {}
@@ -120,7 +122,7 @@ class Roofline:
         if rollout and generate_s > 0 and num_workers > 0:
             lengths = batch.completion_lengths.tolist()
             read = decode_bytes(self.policy, lengths, num_workers=num_workers, max_num_seqs=self.max_num_seqs)
-            num_gpus = num_workers * self.tensor_parallel_size
+            num_gpus = num_workers * self.tensor_parallel_size / self.workers_per_gpu
             found["perf/hbm_decode"] = read / (generate_s * rollout.bytes_per_s * num_gpus)
         if learner and publish_s > 0:
             rate = learner.copy_bytes_per_s if self.colocated else learner.link_bytes_per_s

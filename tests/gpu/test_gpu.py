@@ -3,8 +3,11 @@
 pytest -m gpu tests/gpu
 """
 
+import os
+import signal
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,9 +18,10 @@ from transformers import AutoTokenizer
 from actors.cluster import Cluster, connect
 from jobs.prepare import prepare_random
 from rlhf.algorithms import make_algorithm
-from rlhf.batch import pack
+from rlhf.batch import Prompt, Rollout, pack
 from rlhf.config import load_config
 from rlhf.data import load_prompts
+from rlhf.driver import Roles
 from rlhf.rewards import combine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -65,6 +69,18 @@ def gpus_of(cluster: Cluster, role: str) -> list[str]:
     return ray.get(cluster.group(role).members[0].handle.__ray_call__.remote(visible), timeout=120)
 
 
+def sample(roles: Roles, prompts: Sequence[Prompt], group_size: int) -> list[Rollout]:
+    """Finished groups in the order of their prompts."""
+    ids = roles.rollouts.submit(prompts, group_size=group_size)
+    groups: dict[int, list[Rollout]] = {}
+    waiting = set(ids)
+    while waiting:
+        found, group = roles.rollouts.next_group(waiting)
+        waiting.remove(found)
+        groups[found] = group
+    return [rollout for i in ids for rollout in groups[i]]
+
+
 def test_weights_cross_and_training_stays_where_it_is(live) -> None:
     config, cluster, roles = live
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
@@ -75,11 +91,11 @@ def test_weights_cross_and_training_stays_where_it_is(live) -> None:
 
     for version in range(2):
         roles.rollouts.publish(version)
-        rollouts = [r for group in roles.rollouts.generate(prompts, group_size=8) for r in group]
+        rollouts = sample(roles, prompts, group_size=8)
         batch = pack(rollouts)
         assert batch.versions.unique().tolist() == [version]
         rewards = combine(roles.reward.score(rollouts).result(), roles.reward.weights())
-        roles.rollouts.sleep()
+        roles.rollouts.sleep()  # colocated: weights and cache are gone, and come back with the next publish
         logprobs = roles.learner.score(batch).result()
         assert batch.rollout_logprobs is not None
         assert (logprobs - batch.rollout_logprobs).abs().mean() < BF16_MEAN_BOUND
@@ -92,3 +108,24 @@ def test_weights_cross_and_training_stays_where_it_is(live) -> None:
             (rollout_gpu,) = gpus_of(cluster, "rollout")
             assert rollout_gpu not in learner_gpus
             assert used_mib()[rollout_gpu] == before[rollout_gpu], "training must not touch the rollout worker's GPU"
+
+
+@pytest.mark.parametrize("live", ["separate"], indirect=True)
+def test_a_killed_worker_gives_its_gpu_back_and_is_replaced(live) -> None:
+    config, cluster, roles = live
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    prompts = load_prompts(config.data.train, config.data, tokenizer, split="train", seed=0).all()[:8]
+    roles.rollouts.publish(0)
+    sample(roles, prompts, group_size=2)
+    (gpu,) = gpus_of(cluster, "rollout")
+    pid = ray.get(cluster.group("rollout").members[0].handle.__ray_call__.remote(lambda actor: os.getpid()), timeout=60)
+    ids = roles.rollouts.submit(prompts, group_size=8)
+    os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    waiting = set(ids)
+    while waiting:  # with nobody to sample them until there is a new worker, which learns version 0 meanwhile
+        found, group = roles.rollouts.next_group(waiting)
+        waiting.remove(found)
+        assert {int(v) for rollout in group for v in rollout.versions} == {0}
+    print(f"all groups finished {time.monotonic() - killed:.1f} s after the death")
+    assert gpus_of(cluster, "rollout") == [gpu] or len(used_mib()) > 2

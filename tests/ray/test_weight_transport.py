@@ -195,7 +195,7 @@ def test_all_weights_arrive_and_the_session_lasts(transport: SessionTransport, w
         assert set(result.committed) == set(workers) and not result.failed
         assert held(workers, version) == [(version, True, 1)] * 3
         assert result.seconds.keys() == {"begin", "join", "transfer", "finish"}
-    assert result.num_bytes == 4 * (2000 * 64 + 12 * 64 * 99)
+    assert 0 <= result.num_bytes - 4 * (2000 * 64 + 12 * 64 * 99) < 16 * 32, "padding only"
     assert len(transport._layout) == NUM_BUCKETS
 
 

@@ -163,7 +163,7 @@ def test_config_is_frozen(tmp_path: Path) -> None:
         ),
         (
             ["placement.mode=colocate", "learner.num_ranks=2", "rollout.num_workers=3"],
-            ["placement.mode=colocate", "rollout.num_workers=3", "raise learner.num_ranks"],
+            ["placement.mode=colocate", "rollout.num_workers=3", "another learner.num_ranks"],
         ),
         (["rollout.num_workers"], ["'rollout.num_workers' is not key=value", "for example"]),
     ],

@@ -116,6 +116,7 @@ def roofline(**changes: object) -> Roofline:
         "num_epochs": 3,
         "critic_warmup_steps": 0,
         "tensor_parallel_size": 1,
+        "workers_per_gpu": 1,
         "max_num_seqs": 8,
         "colocated": False,
     }
