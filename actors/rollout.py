@@ -105,24 +105,36 @@ def engine_args(spec: WorkerSpec) -> dict[str, Any]:
             "gpu_memory_utilization": config.gpu_memory_fraction / spec.workers_on_gpu,
             "enable_sleep_mode": spec.colocated,
         }
-        if spec.workers_on_gpu > 1:  # they start at once: none could tell its own use of memory from the others'
-            args["kv_cache_memory_bytes"] = kv_cache_bytes(spec)
+        if spec.colocated and (cache_bytes := kv_cache_bytes(spec)) is not None:
+            args["kv_cache_memory_bytes"] = cache_bytes
     return args | config.engine_args
 
 
-def kv_cache_bytes(spec: WorkerSpec) -> int:
-    """What an engine's share of its GPU leaves for the KV cache. Raises ConfigError where that is nothing."""
+def kv_cache_bytes(spec: WorkerSpec) -> int | None:
+    """How large the KV cache of an engine on a shared GPU is; None leaves it to vLLM, which takes all that it may.
+
+    No more than its sequences can fill. Several engines on one GPU start at once and could not tell their own use of
+    memory from the others', so for them it has to be known: raises ConfigError where it is not.
+    """
     from vllm.platforms import current_platform
 
-    sizes = read_sizes(spec.model_path)
-    budget = spec.config.gpu_memory_fraction * current_platform.get_device_total_memory() / spec.workers_on_gpu
-    left = rollout_memory(sizes, budget_bytes=budget, tensor_parallel_size=1).kv_cache if sizes else 0
-    if left <= 0:
-        raise ConfigError(
-            f"rollout.num_workers: {spec.workers_on_gpu} workers on one GPU need model.path={spec.model_path} to be of "
-            "a known shape, and a larger rollout.gpu_memory_fraction; use one worker per GPU"
-        )
-    return int(left)
+    config, cache_bytes = spec.config, 0.0
+    if (sizes := read_sizes(spec.model_path)) is not None:
+        cache_bytes = rollout_memory(
+            sizes,
+            budget_bytes=config.gpu_memory_fraction * current_platform.get_device_total_memory() / spec.workers_on_gpu,
+            tensor_parallel_size=config.tensor_parallel_size,
+            element_bytes=4 if spec.dtype == "float32" else 2,
+            cache_tokens=config.max_num_seqs * spec.max_model_tokens,
+        ).kv_cache
+    if cache_bytes > 0:
+        return int(cache_bytes)
+    if spec.workers_on_gpu == 1:
+        return None
+    raise ConfigError(
+        f"rollout.num_workers: {spec.workers_on_gpu} workers on one GPU need a model.path of a known shape and a "
+        "larger rollout.gpu_memory_fraction; use one worker per GPU"
+    )
 
 
 def request_seed(run_seed: int, request: Request) -> int:

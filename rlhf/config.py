@@ -541,6 +541,12 @@ class Config:
         return max(1, self.rollout.num_workers // self.num_shared_bundles) if self.placement.mode == "colocate" else 1
 
     @property
+    def rollout_cache_tokens(self) -> int | None:
+        """What one engine's KV cache need hold where it shares its GPU; None where it may have all that is left."""
+        shared = self.placement.mode == "colocate"
+        return self.rollout.max_num_seqs * self.max_sequence_tokens if shared else None
+
+    @property
     def uses_reference(self) -> bool:
         """Whether a reference model is created at all."""
         return self.algorithm.beta > 0

@@ -15,6 +15,7 @@ GIB = 2**30
 CONTEXT_BYTES = 0.75 * GIB  # fitted: CUDA context, NCCL and cuBLAS workspaces of one process
 ALLOCATOR_SLACK = 0.08  # fitted: reserved beyond allocated, as a share of what comes and goes
 ENGINE_BYTES = 2.0 * GIB  # fitted: vLLM's activations, inside rollout.gpu_memory_fraction
+CACHE_SLACK = 1.1  # blocks that are not full, and a reserved one
 GRAPH_BYTES = 1.5 * GIB  # fitted: vLLM's CUDA graphs, beyond rollout.gpu_memory_fraction
 ASLEEP_BYTES = 2.0 * GIB  # fitted: what a sleeping vLLM keeps
 BUCKETS_ALIVE = 3  # weight buckets of a publish: one being gathered, one in flight, one cached
@@ -227,11 +228,22 @@ def frozen_memory(
 
 
 def rollout_memory(
-    sizes: ModelSizes, *, budget_bytes: float, tensor_parallel_size: int, element_bytes: int = 2
+    sizes: ModelSizes,
+    *,
+    budget_bytes: float,
+    tensor_parallel_size: int,
+    element_bytes: int = 2,
+    cache_tokens: int | None = None,
 ) -> RoleMemory:
-    """One process of an awake vLLM engine; the KV cache is what ``budget_bytes`` leaves, and may come out negative."""
+    """One process of an awake vLLM engine.
+
+    The KV cache is what ``budget_bytes`` leaves, and may come out negative; it is no more than ``cache_tokens`` need.
+    """
     weights = sizes.parameters(lm_head=True) * element_bytes / tensor_parallel_size
-    return RoleMemory(weights=weights, kv_cache=budget_bytes - weights - ENGINE_BYTES, other=ENGINE_BYTES + GRAPH_BYTES)
+    cache = budget_bytes - weights - ENGINE_BYTES
+    if cache_tokens is not None:
+        cache = min(cache, CACHE_SLACK * cache_tokens * kv_token_bytes(sizes, tensor_parallel_size, element_bytes))
+    return RoleMemory(weights=weights, kv_cache=cache, other=ENGINE_BYTES + GRAPH_BYTES)
 
 
 def kv_token_bytes(sizes: ModelSizes, tensor_parallel_size: int, element_bytes: int = 2) -> float:

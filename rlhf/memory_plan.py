@@ -210,6 +210,7 @@ def _roles(
         policy,
         budget_bytes=config.rollout.gpu_memory_fraction * device_bytes / config.rollout_workers_per_gpu,
         tensor_parallel_size=config.rollout.tensor_parallel_size,
+        cache_tokens=config.rollout_cache_tokens,
         element_bytes=element_bytes,
     )
     return roles

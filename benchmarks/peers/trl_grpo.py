@@ -7,6 +7,7 @@ import argparse
 import functools
 import json
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,14 @@ from typing import Any
 from benchmarks.lengths import SCHEDULER
 from rlhf.tasks import task_rows
 
-# The trainer finds itself alone, without a launcher.
-ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}  # without a launcher
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago: several of these may run side by side, each on its GPU."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
 
 
 def impose_ragged_lengths() -> None:
@@ -110,7 +117,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=16)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    os.environ.update(ONE_RANK)
+    os.environ.update(ONE_RANK, MASTER_PORT=str(free_port()))
     if args.lengths == "ragged":
         impose_ragged_lengths()
     args.out.write_text(json.dumps(train(args)))

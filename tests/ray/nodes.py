@@ -32,6 +32,7 @@ def main(model: str, run_dir: str) -> None:
     history: list[str] = []
     config = load_config(ROOT / "conf" / "grpo_tiny.yaml", overrides)
     with recorded_run(config, notes) as run:
+
         def live() -> int:
             return int(run.metrics[-1]["pool/live_workers"]) if run.metrics else 0
 

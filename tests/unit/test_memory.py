@@ -200,18 +200,23 @@ def test_small_model_needs_no_checkpointing_and_no_offload(tmp_path: Path) -> No
 
 
 def test_largest_rollout_fraction_leaves_a_tenth(tmp_path: Path) -> None:
-    shared = with_shape(tmp_path, QWEN_05B, "grpo_0.5b_1gpu.yaml")
-    plan = plan_memory(shared, 80 * GIB)
+    hungry = ("grpo_0.5b_1gpu.yaml", "rollout.max_num_seqs=99999")
+    plan = plan_memory(with_shape(tmp_path, QWEN_05B, *hungry), 80 * GIB)
     assert plan is not None
     fraction = plan.largest_rollout_fraction()
-    again = plan_memory(
-        with_shape(tmp_path, QWEN_05B, "grpo_0.5b_1gpu.yaml", f"rollout.gpu_memory_fraction={fraction}"), 80 * GIB
-    )
+    again = plan_memory(with_shape(tmp_path, QWEN_05B, *hungry, f"rollout.gpu_memory_fraction={fraction}"), 80 * GIB)
     assert again is not None
     assert again.gpus["shared"]["generate"] == pytest.approx(0.9 * 80 * GIB)
     alone = plan_memory(with_shape(tmp_path, QWEN_05B, "grpo_0.5b_1gpu.yaml", "placement.mode=separate"), 80 * GIB)
     assert alone is not None
     assert alone.largest_rollout_fraction() == pytest.approx(0.9 - 1.5 / 80)
+
+
+def test_an_engine_on_a_shared_gpu_takes_no_more_cache_than_it_can_fill(tmp_path: Path) -> None:
+    """256 sequences of 256 + 512 tokens; 24 layers x (key + value) x 2 heads of 64 x 2 bytes a token."""
+    plan = plan_memory(with_shape(tmp_path, QWEN_05B, "grpo_0.5b_1gpu.yaml"), 80 * GIB)
+    assert plan is not None
+    assert plan.roles["rollout"].kv_cache == pytest.approx(1.1 * 256 * 768 * 24 * 2 * 2 * 64 * 2)
 
 
 def test_recipe_of_two_nodes_fits_and_checkpoints(tmp_path: Path) -> None:
@@ -272,7 +277,7 @@ def test_optimiser_leaves_where_vllm_cannot_wake_beside_it(tmp_path: Path) -> No
         (
             QWEN_15B,
             "grpo_0.5b_1gpu.yaml",
-            ["rollout.gpu_memory_fraction=0.9", "learner.offload_when_idle=false"],
+            ["rollout.gpu_memory_fraction=0.9", "rollout.max_num_seqs=9999", "learner.offload_when_idle=false"],
             ["learner + rollout:", "to generate", "lower rollout.gpu_memory_fraction", "placement.mode=separate"],
         ),
     ],
