@@ -105,6 +105,29 @@ def test_yaml_round_trip(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, to_yaml(config), "again.yaml")) == config
 
 
+def test_stale_samples_are_corrected_unless_told_otherwise(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    assert load_config(path).algorithm.rollout_correction == "none"
+    assert not load_config(path).needs_rollout_logprobs
+    ahead = load_config(path, ["rollout.max_staleness=2"])
+    assert ahead.algorithm.rollout_correction == "token_truncate"
+    assert ahead.needs_rollout_logprobs
+    without = load_config(path, ["rollout.max_staleness=2", "algorithm.rollout_correction=none"])
+    assert not without.needs_rollout_logprobs
+
+
+def test_a_kind_of_worker_takes_what_it_does_not_say_from_the_pool(tmp_path: Path) -> None:
+    overrides = [
+        "rollout.max_num_seqs=77",
+        "rollout.extra_kinds.big={num_workers: 2, tensor_parallel_size: 4, resources: {h100: 1}}",
+    ]
+    kinds = load_config(write(tmp_path, GOOD), overrides).rollout.kinds()
+    assert list(kinds) == ["default", "big"]
+    settings, resources = kinds["big"]
+    assert (settings.num_workers, settings.tensor_parallel_size, settings.max_num_seqs) == (2, 4, 77)
+    assert resources == {"h100": 1}
+
+
 def test_config_is_frozen(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, GOOD))
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -165,6 +188,18 @@ def test_config_is_frozen(tmp_path: Path) -> None:
             ["placement.mode=colocate", "learner.num_ranks=2", "rollout.num_workers=3"],
             ["placement.mode=colocate", "rollout.num_workers=3", "another learner.num_ranks"],
         ),
+        (
+            ["placement.mode=colocate", "rollout.max_staleness=1"],
+            ["rollout.max_staleness > 0", "placement.mode=separate"],
+        ),
+        (
+            ["placement.mode=colocate", "rollout.autoscale.max=3"],
+            ["rollout.autoscale needs", "placement.mode=separate"],
+        ),
+        (["rollout.autoscale={min: 3, max: 2}"], ["rollout.autoscale.max=2", "rollout.autoscale.min=3"]),
+        (["rollout.autoscale={min: 2, max: 4}"], ["rollout.num_workers=1", "rollout.autoscale.min"]),
+        (["rollout.extra_kinds.default.num_workers=2"], ["rollout.extra_kinds.default", "another name"]),
+        (["rollout.max_staleness=-1"], ["rollout.max_staleness=-1", "at least 0"]),
         (["rollout.num_workers"], ["'rollout.num_workers' is not key=value", "for example"]),
     ],
     ids=lambda value: ",".join(value) if "=" in value[0] else "",

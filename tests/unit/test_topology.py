@@ -26,6 +26,8 @@ def config(*overrides: str) -> Config:
         (["placement.mode=colocate"], 4, 1, 2),
         (["placement.mode=colocate", "learner.num_ranks=4", "rollout.num_workers=2"], 8, 4, 2),
         (["placement.mode=colocate", "learner.num_ranks=4", "rollout.tensor_parallel_size=2"], 7, 4, 2),
+        (["placement.mode=colocate", "learner.num_ranks=2", "rollout.num_workers=6"], 10, 2, 2),
+        (["rollout.extra_kinds.big={num_workers: 2, tensor_parallel_size: 4, cpus_per_worker: 3}"], 10, 11, 6),
     ],
 )
 def test_what_is_asked_for(overrides: list[str], cpus: int, gpus: int, num_groups: int) -> None:
@@ -65,3 +67,17 @@ def test_rollout_workers_have_groups_of_their_own() -> None:
     rollout = [g for g in topology.groups if g.name.startswith("rollout-")]
     assert [g.bundles for g in rollout] == [({"CPU": 1.0, "GPU": 2.0},)] * 3
     assert {g.strategy for g in rollout} == {"STRICT_PACK"}, "a worker's GPUs are on one node"
+
+
+def test_a_kind_asks_for_its_own_resources() -> None:
+    kinds = config("rollout.extra_kinds.big={num_workers: 1, tensor_parallel_size: 2, resources: {h100: 1}}")
+    topology = plan_topology(kinds, "gpu")
+    assert topology.groups[-2].bundles == ({"CPU": 1.0, "GPU": 2.0, "h100": 1.0},)
+    assert topology.slots["rollout"][1] == Slot("rollout-1", 0, 1.0, 2.0, (), {"h100": 1.0})
+
+
+def test_several_engines_share_each_gpu_evenly() -> None:
+    shared = config("placement.mode=colocate", "learner.num_ranks=2", "rollout.num_workers=6")
+    slots = plan_topology(shared, "gpu").slots["rollout"]
+    assert [slot.bundle for slot in slots] == [0, 1, 0, 1, 0, 1]
+    assert {slot.num_gpus for slot in slots} == {0.2 / 3}
