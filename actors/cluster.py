@@ -9,6 +9,7 @@ from typing import Any, Self
 import ray
 
 from actors.control import RunControl
+from actors.engine_loop import WorkerSpec, worker_env
 from actors.frozen import ReferenceActor, RewardModelActor
 from actors.group import ActorGroup, Call, Deadline
 from actors.learner import CriticActor, LearnerActor
@@ -16,7 +17,6 @@ from actors.placement import Placement
 from actors.pool import RolloutPool
 from actors.reward import RewardActor
 from actors.roles import LearnerGroup, RewardGroup, ScorerGroup
-from actors.rollout import WorkerSpec, worker_env
 from actors.weight_sync import ObjectStoreTransport, SessionTransport, Transport
 from actors.worker_factory import WorkerFactory
 from rlhf.config import Config, RewardTrainingConfig
@@ -247,10 +247,6 @@ class Cluster(ActorCluster):
             for role, first in firsts.items()
         }
         return {role: next(iter(call.result()), "unknown") for role, call in calls.items()}
-
-    @property
-    def _spans_gpus(self) -> bool:
-        return self.device == "gpu" and bool(self.topology.slots["rollout"][0].spans)
 
     @property
     def _shares_gpus(self) -> bool:

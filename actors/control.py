@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlhf.errors import ConfigError
 
@@ -45,10 +46,11 @@ class RunControl:
     """The run's end of the letter box. Raises ConfigError where a run of this name is on the cluster already."""
 
     def __init__(self, run: str, wanted: dict[str, int]) -> None:
+        # beside the driver, with which it lives and dies: other nodes may leave
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        options: dict[str, Any] = {"name": control_name(run), "namespace": NAMESPACE, "num_cpus": 0}
         try:
-            self._actor = (
-                ray.remote(ControlActor).options(name=control_name(run), namespace=NAMESPACE, num_cpus=0).remote(wanted)
-            )
+            self._actor = ray.remote(ControlActor).options(**options, scheduling_strategy=here).remote(wanted)
         except ValueError as error:
             raise ConfigError(f"name={run}: a run of that name is on this cluster already; choose another") from error
         self._exchange: ray.ObjectRef | None = None

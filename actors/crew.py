@@ -8,8 +8,9 @@ from typing import Any
 
 import ray
 
+from actors.engine_loop import Request
 from actors.group import ActorGroup, Deadline, Member, fetch
-from actors.rollout import Report, Request
+from actors.rollout import Report
 from actors.worker_factory import WorkerFactory
 from rlhf.batch import Prompt, Rollout
 from rlhf.config import Config

@@ -78,10 +78,6 @@ class Placement:
         """Whether the cluster has made room for a group."""
         return self._groups[name].wait(0)
 
-    def holds(self, name: str) -> bool:
-        """Whether a group has been asked for and not been released."""
-        return name in self._groups
-
     def release(self, name: str) -> None:
         """Gives one group back; actors in it are killed by Ray."""
         remove_placement_group(self._groups.pop(name))

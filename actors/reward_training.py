@@ -5,7 +5,7 @@ import torch
 from actors.cluster import ActorCluster
 from actors.learner import EngineActor
 from actors.roles import LearnerGroup
-from rlhf.config import LearnerConfig, RewardTrainingConfig
+from rlhf.config import RewardTrainingConfig
 from rlhf.engine import Engine
 from rlhf.models import PackedModel, load_scalar
 from rlhf.reward_training import RewardLearner
@@ -23,9 +23,6 @@ class RewardLearnerActor(EngineActor):
 
     def _total_steps(self) -> int:
         return self._num_steps
-
-    def _settings(self) -> LearnerConfig:
-        return self._config.learner
 
     def _load(self, dtype: torch.dtype) -> PackedModel:
         settings = self._config.model

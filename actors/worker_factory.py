@@ -6,8 +6,9 @@ from typing import Any
 
 import ray
 
+from actors.engine_loop import WorkerSpec
 from actors.placement import Placement
-from actors.rollout import RolloutActor, WorkerSpec
+from actors.rollout import RolloutActor
 from rlhf.config import Config
 from rlhf.topology import Slot, Topology, rollout_worker_group
 

@@ -23,7 +23,8 @@ from rlhf.config import AlgorithmConfig, LearnerConfig
 from rlhf.engine import Engine, init_distributed, local_rank_device, resolve_dtype
 from rlhf.learner import PolicyLearner
 from rlhf.models import load_policy
-from rlhf.roofline import device_peaks, shape_of, update_flops
+from rlhf.roofline import device_peaks, update_flops
+from rlhf.shapes import ModelShape
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {"gradient_checkpointing": True},
@@ -81,7 +82,9 @@ def measure(model: str, batch: TrainBatch, variant: dict[str, Any], repeats: int
         times.append(time.perf_counter() - started)
     seconds = sorted(times)[len(times) // 2]
     num_tokens = len(batch.tokens)
-    flops = update_flops(shape_of(engine.model.lm.config), batch.sequence_lengths.tolist(), batch.num_completion_tokens)
+    shape = ModelShape.of(engine.model.lm.config.to_dict())
+    lengths = batch.sequence_lengths.tolist()
+    flops = update_flops(shape, lengths, batch.num_completion_tokens) if shape is not None else math.nan
     peaks = device_peaks(torch.cuda.get_device_name()) if device.type == "cuda" else None
     return {
         "first_s": first,

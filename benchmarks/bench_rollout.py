@@ -25,14 +25,15 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
-from actors.rollout import EngineLoop, Request, WorkerSpec, worker_env
+from actors.engine_loop import EngineLoop, Request, WorkerSpec, worker_env
 from benchmarks.common import Row, device_name, show, write_json
 from rlhf.batch import Prompt
 from rlhf.config import DataConfig, RolloutConfig
 from rlhf.data import load_prompts
-from rlhf.roofline import decode_bytes, device_peaks, shape_of
+from rlhf.roofline import decode_bytes, device_peaks
+from rlhf.shapes import read_shape
 
 TINY = ["sequences=8", "group=4", "prompt_words=4", "completion=8", "repeats=1"]
 
@@ -223,9 +224,9 @@ def measure(model: str, variant: Variant, device: str) -> Row:
         "prompt_tokens": statistics.fmean(prompt for prompt, _ in lengths),
         "start_s": start_s,
     }
-    if (peaks := device_peaks(device)) is not None:
+    if (peaks := device_peaks(device)) is not None and (shape := read_shape(model)) is not None:
         num_bytes = decode_bytes(
-            shape_of(AutoConfig.from_pretrained(model)),
+            shape,
             [completion for _, completion in lengths],
             num_workers=variant.workers,
             max_num_seqs=spec.config.max_num_seqs,

@@ -141,8 +141,9 @@ def show_memory(settings: Config, gpu_memory_gib: float) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from rlhf.memory import GIB, kv_token_bytes, read_sizes
+    from rlhf.memory import GIB, kv_token_bytes
     from rlhf.memory_plan import plan_memory
+    from rlhf.shapes import read_shape
 
     console, plan = Console(), plan_memory(settings, gpu_memory_gib * GIB)
     if plan is None:
@@ -161,9 +162,9 @@ def show_memory(settings: Config, gpu_memory_gib: float) -> None:
         f"GPU of {gpu}: " + ", ".join(f"{needed / GIB:.1f} GiB to {phase}" for phase, needed in phases.items())
         for gpu, phases in plan.gpus.items()
     ]
-    sizes, tensor_parallel_size = read_sizes(settings.model.path), settings.rollout.tensor_parallel_size
-    assert sizes is not None, "there is a plan"
-    cached = plan.roles["rollout"].kv_cache / kv_token_bytes(sizes, tensor_parallel_size)
+    shape, tensor_parallel_size = read_shape(settings.model.path), settings.rollout.tensor_parallel_size
+    assert shape is not None, "there is a plan"
+    cached = plan.roles["rollout"].kv_cache / kv_token_bytes(shape, tensor_parallel_size)
     lines += [plan.describe(role) for role in plan.checkpointing]
     lines.append(
         f"rollout: the KV cache holds {max(0.0, cached):,.0f} tokens; gpu_memory_fraction="

@@ -21,6 +21,7 @@ from rlhf.data import PromptSet, PromptStream, load_prompts
 from rlhf.driver import Driver
 from rlhf.errors import ConfigError, RoleLostError
 from rlhf.rewards import RewardFunctions, load_reward_functions
+from rlhf.shapes import ModelShape
 from rlhf.stream import GroupStream
 from rlhf.tracking import Roofline, Tracker, print_summary, write_summary
 
@@ -117,8 +118,9 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 def make_roofline(config: Config, devices: dict[str, str]) -> Roofline:
     """What a step of this run could at best do on these devices; ``devices``: torch's names by role."""
 
-    def shape(path: str) -> Any:
-        return AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code).get_text_config()
+    def shape(path: str) -> ModelShape | None:
+        found = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+        return ModelShape.of(found.get_text_config().to_dict())
 
     critic = shape(config.critic.path or config.model.path) if config.uses_critic else None
     return Roofline.of(config, shape(config.model.path), critic, devices)

@@ -5,11 +5,10 @@ backward pass of a Llama-shaped layer keeps. Fitted to measurements instead (ben
 layer keeps, the engine's and the processes' fixed costs, and the allocator's slack.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from rlhf.config import LearnerConfig, model_shape
+from rlhf.config import LearnerConfig
+from rlhf.shapes import ModelShape
 
 GIB = 2**30
 CONTEXT_BYTES = 0.75 * GIB  # fitted: CUDA context, NCCL and cuBLAS workspaces of one process
@@ -18,75 +17,9 @@ ENGINE_BYTES = 2.0 * GIB  # fitted: vLLM's activations, inside rollout.gpu_memor
 CACHE_SLACK = 1.1  # blocks that are not full, and a reserved one
 GRAPH_BYTES = 1.5 * GIB  # fitted: vLLM's CUDA graphs, beyond rollout.gpu_memory_fraction
 ASLEEP_BYTES = 2.0 * GIB  # fitted: what a sleeping vLLM keeps
-BUCKETS_ALIVE = 3  # weight buckets of a publish: one being gathered, one in flight, one cached
+RING_BUCKETS = 2  # of a publish: one is filled while the other is sent (NUM_SLOTS of actors.transport)
 REDUCE_BUCKET_ELEMENTS = 5e8  # DeepSpeed's reduce_bucket_size
 LIVE_ELEMENTS = 1e9  # DeepSpeed's stage3_max_live_parameters and sub_group_size
-
-
-@dataclass(frozen=True)
-class ModelSizes:
-    """What memory follows from."""
-
-    num_layers: int
-    hidden: int
-    intermediate: int
-    num_heads: int
-    attention: int  # heads x head width
-    num_kv_heads: int
-    kv: int  # key-value heads x head width
-    vocab: int
-    tied: bool
-
-    @property
-    def embedding(self) -> int:
-        """Parameters of the input embedding, and of the LM head."""
-        return self.vocab * self.hidden
-
-    @property
-    def body(self) -> int:
-        """Parameters of the layers' matrices and norms."""
-        matrices = 2 * self.hidden * (self.attention + self.kv) + 3 * self.hidden * self.intermediate
-        return self.num_layers * (matrices + 2 * self.hidden)
-
-    def parameters(self, *, lm_head: bool) -> int:
-        """All parameters of a causal LM, or of the same backbone under a scalar head."""
-        return self.body + self.embedding * (2 if lm_head and not self.tied else 1)
-
-
-def sizes_of(shape: Mapping[str, Any]) -> ModelSizes | None:
-    """The sizes in a ``config.json``; None where it does not describe a dense Llama-shaped model."""
-    needed = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-    if any(not isinstance(shape.get(key), int) for key in needed):
-        return None
-    heads = shape["num_attention_heads"]
-    kv_heads = shape.get("num_key_value_heads") or heads
-    width = shape.get("head_dim") or shape["hidden_size"] // heads
-    return ModelSizes(
-        num_layers=shape["num_hidden_layers"],
-        hidden=shape["hidden_size"],
-        intermediate=shape["intermediate_size"],
-        num_heads=heads,
-        attention=heads * width,
-        num_kv_heads=kv_heads,
-        kv=kv_heads * width,
-        vocab=shape["vocab_size"],
-        tied=bool(shape.get("tie_word_embeddings", False)),
-    )
-
-
-def read_sizes(path: str) -> ModelSizes | None:
-    """The sizes of a local model directory, or of a hub model whose ``config.json`` is cached; None for others."""
-    shape = model_shape(path)
-    if shape is None:
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            cached = try_to_load_from_cache(path, "config.json")
-        except HFValidationError:
-            return None
-        shape = model_shape(cached.removesuffix("config.json")) if isinstance(cached, str) else None
-    return sizes_of(shape) if shape is not None else None
 
 
 @dataclass(frozen=True)
@@ -124,7 +57,7 @@ class RoleMemory:
         return held + (1 + ALLOCATOR_SLACK) * max(self.training, self.scoring)
 
 
-def kept_by_layer(sizes: ModelSizes, *, compiled: bool, element_bytes: int) -> float:
+def kept_by_layer(shape: ModelShape, *, compiled: bool, element_bytes: int) -> float:
     """Bytes per token that one layer's forward keeps for its backward.
 
     Eager: each norm keeps its input in float32, its normalised input and its output; attention keeps queries, keys and
@@ -132,20 +65,20 @@ def kept_by_layer(sizes: ModelSizes, *, compiled: bool, element_bytes: int) -> f
     their product. Compiled, a norm's internals, the activated gate and the product are recomputed (fitted: the count of
     what is then left meets the measured peaks).
     """
-    h, a, i = sizes.hidden, sizes.attention, sizes.intermediate
+    h, a, i = shape.hidden_size, shape.attention_size, shape.intermediate_size
     if compiled:
-        return element_bytes * (2 * h + 4 * a + 3 * i) + 4 * sizes.num_heads
-    return 2 * h * (4 + 2 * element_bytes) + element_bytes * (4 * a + 4 * i) + 4 * sizes.num_heads
+        return element_bytes * (2 * h + 4 * a + 3 * i) + 4 * shape.num_heads
+    return 2 * h * (4 + 2 * element_bytes) + element_bytes * (4 * a + 4 * i) + 4 * shape.num_heads
 
 
-def forward_bytes(sizes: ModelSizes, *, tokens: int, chunk: int, lm_head: bool, element_bytes: int) -> float:
+def forward_bytes(shape: ModelShape, *, tokens: int, chunk: int, lm_head: bool, element_bytes: int) -> float:
     """What a forward without gradients makes the allocator reserve: one layer's tensors, and a chunk's logits."""
-    layer = tokens * kept_by_layer(sizes, compiled=False, element_bytes=element_bytes)
-    return layer + (min(chunk, tokens) * sizes.vocab * element_bytes if lm_head else 0.0)
+    layer = tokens * kept_by_layer(shape, compiled=False, element_bytes=element_bytes)
+    return layer + (min(chunk, tokens) * shape.vocab_size * element_bytes if lm_head else 0.0)
 
 
 def training_bytes(
-    sizes: ModelSizes,
+    shape: ModelShape,
     *,
     tokens: int,
     chunk: int,
@@ -160,36 +93,38 @@ def training_bytes(
     head (logits and their gradient of one chunk; its weight's gradient in float32, one product, one cast), or one layer
     (the MLP's gradients; with checkpointing also what the layer keeps while it is recomputed).
     """
-    layer = tokens * kept_by_layer(sizes, compiled=compiled, element_bytes=element_bytes)
-    mlp_gradients = 3 * tokens * sizes.intermediate * element_bytes
+    layer = tokens * kept_by_layer(shape, compiled=compiled, element_bytes=element_bytes)
+    mlp_gradients = 3 * tokens * shape.intermediate_size * element_bytes
     head = 0.0
     if lm_head:
-        head = 2 * min(chunk, tokens) * sizes.vocab * element_bytes + sizes.embedding * (4 + 2 * element_bytes)
-    ends = tokens * sizes.hidden * (4 + 4 * element_bytes)  # final norm, and the hidden states that predict
+        logits = min(chunk, tokens) * shape.vocab_size * element_bytes
+        head = 2 * logits + shape.embedding_parameters * (4 + 2 * element_bytes)
+    ends = tokens * shape.hidden_size * (4 + 4 * element_bytes)  # final norm, and the hidden states that predict
     if checkpointing:
-        inputs = sizes.num_layers * tokens * sizes.hidden * element_bytes
+        inputs = shape.num_layers * tokens * shape.hidden_size * element_bytes
         return inputs + ends + max(head, layer + mlp_gradients)
-    return sizes.num_layers * layer + ends + max(head, mlp_gradients)
+    return shape.num_layers * layer + ends + max(head, mlp_gradients)
 
 
 def learner_memory(
     config: LearnerConfig,
-    sizes: ModelSizes,
+    shape: ModelShape,
     *,
     checkpointing: bool,
     tokens: int | None = None,
     lm_head: bool = True,
     element_bytes: int = 2,
-    bucket_bytes: float = 0.0,
+    bucket_bytes: int = 0,
     offloads: bool = False,
 ) -> RoleMemory:
     """One rank of a model that learns. ``tokens``: of its fullest micro-batch; None: the whole budget.
 
+    ``bucket_bytes``: of the buckets in which it publishes its weights; 0: it does not.
     Per parameter: weights and gradients of ``element_bytes``, float32 master and two moments (12 bytes); stages 1, 2
     and 3 spread optimiser state, gradients and weights over the ranks. ZeRO-3 adds the gathered weights in use, every
     stage but 0 a reduce bucket.
     """
-    count, ranks, stage = sizes.parameters(lm_head=lm_head), config.num_ranks, config.zero_stage
+    count, ranks, stage = shape.parameters(lm_head=lm_head), config.num_ranks, config.zero_stage
     tokens = tokens or config.micro_batch_tokens
     gathered = min(count, LIVE_ELEMENTS) * element_bytes if stage == 3 else 0.0
     bucket = REDUCE_BUCKET_ELEMENTS * element_bytes if stage > 0 else 0.0
@@ -198,7 +133,7 @@ def learner_memory(
     stepping = 0.0 if config.offload_optimizer else (4 + element_bytes) * min(shard, LIVE_ELEMENTS)
     chunk = config.logits_chunk_tokens
     passing = training_bytes(
-        sizes,
+        shape,
         tokens=tokens,
         chunk=chunk,
         lm_head=lm_head,
@@ -211,24 +146,37 @@ def learner_memory(
         gradients=count * element_bytes / (ranks if stage >= 2 else 1) + bucket,
         optimizer=0.0 if config.offload_optimizer else 12.0 * shard,
         training=max(passing, stepping),
-        scoring=forward_bytes(sizes, tokens=tokens, chunk=chunk, lm_head=lm_head, element_bytes=element_bytes),
-        other=CONTEXT_BYTES + BUCKETS_ALIVE * bucket_bytes,
+        scoring=forward_bytes(shape, tokens=tokens, chunk=chunk, lm_head=lm_head, element_bytes=element_bytes),
+        other=CONTEXT_BYTES + publish_bytes(config, shape, bucket_bytes=bucket_bytes, element_bytes=element_bytes),
         offloads=offloads,
     )
 
 
+def publish_bytes(config: LearnerConfig, shape: ModelShape, *, bucket_bytes: int, element_bytes: int = 2) -> int:
+    """What a publish holds on the rank that sends; 0 where ``bucket_bytes`` is 0.
+
+    The ring of buckets, kept from the first publish on. Where the ranks hold shards of the weights, also the whole
+    tensors of one bucket: a tensor that is cut into several buckets is gathered once, so no less than the largest.
+    """
+    if not bucket_bytes:
+        return 0
+    sharded = config.zero_stage == 3 and config.num_ranks > 1
+    gathered = max(bucket_bytes, shape.largest_tensor * element_bytes) if sharded else 0
+    return RING_BUCKETS * bucket_bytes + gathered
+
+
 def frozen_memory(
-    sizes: ModelSizes, *, tokens: int, chunk: int = 0, lm_head: bool, element_bytes: int = 2
+    shape: ModelShape, *, tokens: int, chunk: int = 0, lm_head: bool, element_bytes: int = 2
 ) -> RoleMemory:
     """One replica of a model that only scores."""
     return RoleMemory(
-        weights=sizes.parameters(lm_head=lm_head) * element_bytes,
-        scoring=forward_bytes(sizes, tokens=tokens, chunk=chunk, lm_head=lm_head, element_bytes=element_bytes),
+        weights=shape.parameters(lm_head=lm_head) * element_bytes,
+        scoring=forward_bytes(shape, tokens=tokens, chunk=chunk, lm_head=lm_head, element_bytes=element_bytes),
     )
 
 
 def rollout_memory(
-    sizes: ModelSizes,
+    shape: ModelShape,
     *,
     budget_bytes: float,
     tensor_parallel_size: int,
@@ -239,13 +187,13 @@ def rollout_memory(
 
     The KV cache is what ``budget_bytes`` leaves, and may come out negative; it is no more than ``cache_tokens`` need.
     """
-    weights = sizes.parameters(lm_head=True) * element_bytes / tensor_parallel_size
+    weights = shape.parameters(lm_head=True) * element_bytes / tensor_parallel_size
     cache = budget_bytes - weights - ENGINE_BYTES
     if cache_tokens is not None:
-        cache = min(cache, CACHE_SLACK * cache_tokens * kv_token_bytes(sizes, tensor_parallel_size, element_bytes))
+        cache = min(cache, CACHE_SLACK * cache_tokens * kv_token_bytes(shape, tensor_parallel_size, element_bytes))
     return RoleMemory(weights=weights, kv_cache=cache, other=ENGINE_BYTES + GRAPH_BYTES)
 
 
-def kv_token_bytes(sizes: ModelSizes, tensor_parallel_size: int, element_bytes: int = 2) -> float:
+def kv_token_bytes(shape: ModelShape, tensor_parallel_size: int, element_bytes: int = 2) -> float:
     """Bytes of one token's keys and values on one GPU."""
-    return 2 * sizes.num_layers * sizes.kv * element_bytes / min(tensor_parallel_size, sizes.num_kv_heads)
+    return 2 * shape.num_layers * shape.kv_size * element_bytes / min(tensor_parallel_size, shape.num_kv_heads)

@@ -1,7 +1,7 @@
 """Whether all roles of a run fit their GPUs, known before anything loads; and what follows for the learners.
 
-Roles that share a GPU take turns: vLLM is awake while everybody else idles, then the models score, then learner and
-critic train side by side. The GPU must hold each of these phases.
+Roles that share a GPU take turns: vLLM is awake while learner and critic idle, and the frozen models score what it has
+finished; then learner and critic score, then they train side by side. The GPU must hold each of these phases.
 """
 
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ from rlhf.memory import (
     RoleMemory,
     frozen_memory,
     learner_memory,
-    read_sizes,
     rollout_memory,
 )
+from rlhf.shapes import read_shape
 
 AUTO_SHARE = 0.9  # what is decided here fills at most so much of a GPU: predictions are good to some 10 %
 
@@ -117,7 +117,7 @@ def plan_memory(config: AnyConfig, device_bytes: float) -> MemoryPlan | None:
     is decided here: no checkpointing where the training phase then still fits, and optimiser state in host memory
     where vLLM would otherwise find no room to wake up.
     """
-    if read_sizes(config.model.path) is None:
+    if read_shape(config.model.path) is None:
         return None
     learners: dict[str, LearnerConfig] = {"learner": config.learner}
     if isinstance(config, Config) and config.uses_critic:
@@ -154,7 +154,7 @@ def _roles(
     config: AnyConfig, device_bytes: float, checkpoints: Mapping[str, bool], offloads: Mapping[str, bool]
 ) -> dict[str, RoleMemory]:
     """Every role that holds a model, learner first."""
-    policy = read_sizes(config.model.path)
+    policy = read_shape(config.model.path)
     assert policy is not None
     element_bytes = 4 if config.model.dtype == "float32" else 2
     if isinstance(config, RewardTrainingConfig):
@@ -177,14 +177,14 @@ def _roles(
             checkpointing=checkpoints["learner"],
             tokens=min(config.learner.micro_batch_tokens, batch_tokens),
             element_bytes=element_bytes,
-            bucket_bytes=max(config.rollout.weight_bucket_mib << 20, policy.embedding * element_bytes),
+            bucket_bytes=config.rollout.weight_bucket_mib << 20,
             offloads=offloads["learner"],
         )
     }
     if config.uses_critic:
         roles["critic"] = learner_memory(
             config.critic,
-            read_sizes(config.critic.path or config.model.path) or policy,
+            read_shape(config.critic.path or config.model.path) or policy,
             checkpointing=checkpoints["critic"],
             tokens=min(config.critic.micro_batch_tokens, batch_tokens),
             lm_head=False,
@@ -193,7 +193,7 @@ def _roles(
         )
     if config.uses_reference:
         roles["reference"] = frozen_memory(
-            read_sizes(config.reference.path or config.model.path) or policy,
+            read_shape(config.reference.path or config.model.path) or policy,
             tokens=min(config.reference.micro_batch_tokens, batch_tokens),
             chunk=config.learner.logits_chunk_tokens,
             lm_head=True,
@@ -201,7 +201,7 @@ def _roles(
         )
     if (model := config.reward.model) is not None:
         roles["reward_model"] = frozen_memory(
-            read_sizes(model.path) or policy,
+            read_shape(model.path) or policy,
             tokens=min(model.micro_batch_tokens, config.algorithm.num_sequences * model.max_tokens),
             lm_head=False,
             element_bytes=element_bytes,
@@ -234,7 +234,9 @@ def _phases(config: AnyConfig, roles: Mapping[str, RoleMemory]) -> dict[str, dic
     engines = config.rollout_workers_per_gpu
     return {
         "shared": {
-            "generate": sum(idle.values()) + engines * roles["rollout"].peak,
+            # reference and reward model score groups as they finish, while others are still being sampled
+            "generate": sum(idle[r] if r in learners else count[r] * roles[r].scores for r in count)
+            + engines * roles["rollout"].peak,
             "score": sum(number * roles[role].scores for role, number in count.items()) + engines * ASLEEP_BYTES,
             "train": sum(count[r] * roles[r].peak if r in learners else idle[r] for r in count)
             + engines * ASLEEP_BYTES,

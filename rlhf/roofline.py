@@ -3,7 +3,8 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from rlhf.shapes import ModelShape
 
 
 @dataclass(frozen=True)
@@ -34,62 +35,19 @@ def device_peaks(name: str) -> Peaks | None:
     return next((peaks for known, peaks in DEVICE_PEAKS.items() if name.startswith(known)), None)
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """What FLOPs and bytes follow from."""
-
-    num_layers: int
-    hidden_size: int
-    attention_size: int  # heads x head width
-    kv_size: int  # key-value heads x head width
-    body_parameters: int  # in the layers' matrices: every token passes through them
-    head_parameters: int  # in the LM head: only completion tokens pass through it
-    embedding_parameters: int  # beside the LM head; 0 where the two are tied
-
-
-def shape_of(config: Any) -> ModelShape:
-    """The shape of a Llama-like model from its Hugging Face configuration."""
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv = (getattr(config, "num_key_value_heads", None) or heads) * width
-    per_layer = 2 * config.hidden_size * (heads * width + kv) + 3 * config.hidden_size * config.intermediate_size
-    return ModelShape(
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        attention_size=heads * width,
-        kv_size=kv,
-        body_parameters=per_layer * config.num_hidden_layers,
-        head_parameters=config.vocab_size * config.hidden_size,
-        embedding_parameters=0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size,
-    )
-
-
-SHAPE_KEYS = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
-EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-
-
-def dense_shape(config: Any) -> ModelShape | None:
-    """``shape_of`` where the formulas here hold: None for a mixture of experts, or a configuration of another kind."""
-    if not all(isinstance(getattr(config, key, None), int) for key in SHAPE_KEYS):
-        return None
-    if any(getattr(config, key, None) for key in EXPERT_KEYS):
-        return None
-    return shape_of(config)
-
-
 def weight_bytes(shape: ModelShape, *, bytes_per_value: int = 2) -> int:
     """Bytes of all matrices: what a publish moves, norms and biases aside."""
-    return bytes_per_value * (shape.body_parameters + shape.head_parameters + shape.embedding_parameters)
+    return bytes_per_value * (shape.matrix_parameters + shape.outer_parameters(lm_head=True))
 
 
 def forward_flops(shape: ModelShape, lengths: Sequence[int], num_completion_tokens: int) -> float:
     """FLOPs of one forward over packed sequences (Kaplan et al. 2020, section 2.1, with causal attention).
 
-    2 * body * tokens + 2 * head * completion tokens + 2 * layers * attention_size * sum(length^2)
+    2 * matrices * tokens + 2 * LM head * completion tokens + 2 * layers * attention_size * sum(length^2)
     """
     return (
-        2.0 * shape.body_parameters * sum(lengths)
-        + 2.0 * shape.head_parameters * num_completion_tokens
+        2.0 * shape.matrix_parameters * sum(lengths)
+        + 2.0 * shape.embedding_parameters * num_completion_tokens
         + 2.0 * shape.num_layers * shape.attention_size * sum(n * n for n in lengths)
     )
 
@@ -121,6 +79,6 @@ def decode_bytes(
     at_once = min(max_num_seqs, math.ceil(len(decoded) / num_workers))
     steps_each = math.ceil(sum(decoded) / num_workers / at_once)
     num_steps = max(steps_each, *decoded) + (num_workers - 1) * steps_each
-    step_bytes = bytes_per_value * (shape.body_parameters + shape.head_parameters)
+    step_bytes = bytes_per_value * (shape.matrix_parameters + shape.embedding_parameters)
     token_bytes = bytes_per_value * 2 * shape.num_layers * shape.kv_size  # keys and values
     return float(num_steps * step_bytes + token_bytes * sum(n * (n + 1) // 2 for n in decoded))

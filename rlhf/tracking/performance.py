@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from rlhf.batch import TrainBatch
 from rlhf.config import Config
 from rlhf.roles import Metrics
-from rlhf.roofline import ModelShape, Peaks, decode_bytes, dense_shape, device_peaks, update_flops, weight_bytes
+from rlhf.roofline import Peaks, decode_bytes, device_peaks, update_flops, weight_bytes
+from rlhf.shapes import ModelShape
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Roofline:
     """Shares of the devices' peaks that a step used. What is unknown is None, and the figures it takes are left out."""
 
     policy: ModelShape | None
-    critic: ModelShape | None  # None: there is none
+    critic: ModelShape | None  # None also where there is no critic
     learner_peaks: Peaks | None
     rollout_peaks: Peaks | None
     num_update_gpus: int  # of policy and critic together
@@ -80,22 +80,24 @@ class Roofline:
     colocated: bool
 
     @classmethod
-    def of(cls, config: Config, policy: Any, critic: Any, devices: Mapping[str, str]) -> "Roofline":
-        """``policy``, ``critic``: Hugging Face configurations, None for no critic; ``devices``: torch's names by role.
+    def of(
+        cls, config: Config, policy: ModelShape | None, critic: ModelShape | None, devices: Mapping[str, str]
+    ) -> "Roofline":
+        """``policy``, ``critic``: None where the shape is unknown; ``devices``: torch's names by role.
 
         The peaks are those of bfloat16, so a float32 run has none; nor has a pool of several kinds of worker.
         """
         known = config.model.dtype != "float32"
-        critic_ranks = config.critic.num_ranks if critic is not None else 0
+        critic_ranks = config.critic.num_ranks if config.uses_critic else 0
         colocated = config.placement.mode == "colocate"
         return cls(
-            policy=dense_shape(policy),
-            critic=None if critic is None else dense_shape(critic),
+            policy=policy,
+            critic=critic,
             learner_peaks=device_peaks(devices["learner"]) if known else None,
             rollout_peaks=device_peaks(devices["rollout"]) if known and not config.rollout.extra_kinds else None,
             num_update_gpus=config.learner.num_ranks + (0 if colocated else critic_ranks),
             num_epochs=config.algorithm.num_epochs,
-            critic_warmup_steps=config.critic.warmup_steps if critic is not None else 0,
+            critic_warmup_steps=config.critic.warmup_steps if config.uses_critic else 0,
             tensor_parallel_size=config.rollout.tensor_parallel_size,
             workers_per_gpu=config.rollout_workers_per_gpu,
             max_num_seqs=config.rollout.max_num_seqs,

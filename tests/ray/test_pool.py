@@ -179,6 +179,24 @@ def throughput(run_dir: Path) -> dict[float, float]:
     }
 
 
+def test_the_pool_grows_when_the_learner_waits(ray_session: None, tiny_config) -> None:
+    autoscale = "rollout.autoscale={max: 2, wait_fraction: 0.01, idle_fraction: 0.9}"
+    config = tiny_config(*LONG, autoscale, "rollout.max_staleness=1", "num_steps=100000")
+    with recorded_run(config, notes := []) as run:
+        threading.Thread(target=stop_with_workers, args=(run, 2), daemon=True).start()
+        run.driver.run()
+        assert run.metrics[0]["pool/live_workers"] == 1 and run.metrics[-1]["pool/live_workers"] == 2
+    assert len(notes) == 1
+    assert notes[0].startswith(
+        "rollout pool: 1 -> 2 default worker(s): in each of 3 steps the learner waited for samples"
+    )
+
+
+def stop_with_workers(run: RecordedRun, count: int) -> None:
+    until(lambda: bool(run.metrics) and run.metrics[-1]["pool/live_workers"] == count, 120, f"{count} workers")
+    run.driver.stop_requested = True
+
+
 def test_a_lost_learner_is_resumed_from_the_last_checkpoint(ray_session: None, tiny_config, capfd) -> None:
     from jobs.train import train
 

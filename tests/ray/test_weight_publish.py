@@ -7,9 +7,10 @@ import ray
 import torch
 from transformers import AutoTokenizer
 
+from actors.engine_loop import Request
 from actors.group import Deadline
 from actors.load_plan import LoadPlan, keeps_weights_as_loaded
-from actors.rollout import Request, RolloutActor
+from actors.rollout import RolloutActor
 from actors.weight_sync import SessionTransport
 from rlhf.algorithms import make_algorithm
 from rlhf.batch import Rollout, TrainBatch, pack

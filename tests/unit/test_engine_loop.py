@@ -1,13 +1,15 @@
 """What of the rollout worker can be checked without an engine."""
 
-from actors.rollout import Request, request_seed, stamp
+from actors.engine_loop import Request, request_seed, stamp
 from rlhf.batch import Prompt
 
 
 def test_tokens_carry_the_version_they_were_sampled_from() -> None:
     assert stamp(5, [], 7).tolist() == [7] * 5
     assert stamp(6, [(2, 3), (5, 4)], 5).tolist() == [3, 3, 4, 4, 4, 5]
-    assert stamp(4, [(0, 1), (4, 2)], 3).tolist() == [2] * 4, "weights changed before the first token and after the last"
+    assert stamp(4, [(0, 1), (4, 2)], 3).tolist() == [2] * 4, (
+        "weights changed before the first token and after the last"
+    )
 
 
 def test_a_sample_is_the_same_whoever_makes_it_and_however_often() -> None:

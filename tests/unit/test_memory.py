@@ -6,22 +6,23 @@ from pathlib import Path
 
 import pytest
 
+from actors.transport import NUM_SLOTS
 from rlhf.config import Config, LearnerConfig, RewardTrainingConfig, load_config
 from rlhf.errors import ConfigError
 from rlhf.memory import (
     GIB,
-    ModelSizes,
+    RING_BUCKETS,
     forward_bytes,
     frozen_memory,
     kept_by_layer,
     kv_token_bytes,
     learner_memory,
-    read_sizes,
+    publish_bytes,
     rollout_memory,
-    sizes_of,
     training_bytes,
 )
 from rlhf.memory_plan import plan_memory
+from rlhf.shapes import ModelShape
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 QWEN_05B = {
@@ -48,40 +49,25 @@ QWEN_7B = {
     "vocab_size": 152_064,
     "tie_word_embeddings": False,
 }
-TOY = ModelSizes(
+TOY = ModelShape(
     num_layers=2,
-    hidden=4,
-    intermediate=8,
+    hidden_size=4,
+    intermediate_size=8,
     num_heads=2,
-    attention=4,
     num_kv_heads=1,
-    kv=2,
-    vocab=10,
+    head_size=2,
+    vocab_size=10,
     tied=False,
 )
 
 
-def sizes(shape: dict[str, object]) -> ModelSizes:
-    found = sizes_of(shape)
-    assert found is not None
-    return found
+def shape_of(config: dict[str, object]) -> ModelShape:
+    shape = ModelShape.of(config)
+    assert shape is not None
+    return shape
 
 
 # By hand.
-
-
-def test_parameters_by_hand() -> None:
-    # q and o 4x4, k and v 4x2, gate, up and down 4x8, two norms of 4
-    assert TOY.body == 2 * (2 * 16 + 2 * 8 + 3 * 32 + 8)
-    assert TOY.parameters(lm_head=True) == TOY.body + 2 * 40
-    assert TOY.parameters(lm_head=False) == TOY.body + 40
-    assert dataclasses.replace(TOY, tied=True).parameters(lm_head=True) == TOY.body + 40
-
-
-def test_published_parameter_counts() -> None:
-    assert sizes(QWEN_05B).parameters(lm_head=True) == pytest.approx(494e6, rel=1e-3)
-    assert sizes(QWEN_15B).parameters(lm_head=True) == pytest.approx(1.544e9, rel=1e-3)
-    assert sizes(QWEN_7B).parameters(lm_head=True) == pytest.approx(7.616e9, rel=1e-3)
 
 
 def test_what_a_layer_keeps_by_hand() -> None:
@@ -100,7 +86,7 @@ def test_a_training_pass_by_hand() -> None:
     assert plain == 2 * layer + ends + max(head, mlp_gradients)
     checkpointed = training_bytes(TOY, **arguments, lm_head=True, checkpointing=True)
     assert checkpointed == 2 * 100 * 4 * 2 + ends + layer + mlp_gradients
-    wide = dataclasses.replace(TOY, vocab=100_000)
+    wide = dataclasses.replace(TOY, vocab_size=100_000)
     big_head = 2 * 3 * 100_000 * 2 + 400_000 * 8
     assert training_bytes(wide, **arguments, lm_head=True, checkpointing=False) == 2 * layer + ends + big_head
     assert training_bytes(wide, **arguments, lm_head=False, checkpointing=False) == 2 * layer + ends + mlp_gradients
@@ -124,12 +110,26 @@ def test_states_by_hand() -> None:
 
 def test_kv_cache_by_hand() -> None:
     # 24 layers x 2 x (2 heads x 64) x 2 bytes
-    assert kv_token_bytes(sizes(QWEN_05B), 1) == 24 * 2 * 128 * 2
-    assert kv_token_bytes(sizes(QWEN_05B), 2) == 24 * 2 * 64 * 2
-    assert kv_token_bytes(sizes(QWEN_05B), 14) == 24 * 2 * 64 * 2  # no fewer than one head
+    assert kv_token_bytes(shape_of(QWEN_05B), 1) == 24 * 2 * 128 * 2
+    assert kv_token_bytes(shape_of(QWEN_05B), 2) == 24 * 2 * 64 * 2
+    assert kv_token_bytes(shape_of(QWEN_05B), 14) == 24 * 2 * 64 * 2  # no fewer than one head
     memory = rollout_memory(TOY, budget_bytes=10 * GIB, tensor_parallel_size=1)
     assert memory.weights + memory.kv_cache == 8 * GIB
     assert memory.peak == 11.5 * GIB
+
+
+def test_a_publish_by_hand() -> None:
+    """Buckets of 50 bytes; the largest tensor has 10 x 4 parameters."""
+
+    def of(stage: int, ranks: int, bucket_bytes: int = 50, shape: ModelShape = TOY) -> float:
+        return publish_bytes(LearnerConfig(num_ranks=ranks, zero_stage=stage), shape, bucket_bytes=bucket_bytes)
+
+    assert RING_BUCKETS == NUM_SLOTS
+    assert of(3, 1) == of(2, 4) == 2 * 50  # every rank has the weights whole
+    assert of(3, 4) == 2 * 50 + 80
+    assert of(3, 4, bucket_bytes=100) == 3 * 100
+    assert of(3, 4, shape=dataclasses.replace(TOY, intermediate_size=20)) == 2 * 50 + 160
+    assert of(3, 4, bucket_bytes=0) == 0  # a critic publishes nothing
 
 
 def test_forward_by_hand() -> None:
@@ -167,7 +167,7 @@ def test_learner_as_measured(
     measured: float,
     left_over: tuple[int, int],
 ) -> None:
-    model = sizes(shape)
+    model = shape_of(shape)
     count = model.parameters(lm_head=True) / GIB
     own = measured - left_over[0] * 16 * count - left_over[1] * 14 * count
     predicted = learner_memory(config, model, checkpointing=checkpointing).allocated / GIB
@@ -176,7 +176,7 @@ def test_learner_as_measured(
 
 @pytest.mark.parametrize(("chunk", "lm_head", "measured"), [(4096, True, 2.8), (0, False, 1.7)])
 def test_frozen_models_as_measured(chunk: int, lm_head: bool, measured: float) -> None:
-    predicted = frozen_memory(sizes(QWEN_05B), tokens=16384, chunk=chunk, lm_head=lm_head).allocated / GIB
+    predicted = frozen_memory(shape_of(QWEN_05B), tokens=16384, chunk=chunk, lm_head=lm_head).allocated / GIB
     assert predicted == pytest.approx(measured, rel=0.2)
 
 
@@ -312,7 +312,11 @@ def test_reward_training_has_a_plan(tmp_path: Path) -> None:
     assert plan.gpus.keys() == {"learner"}
 
 
-def test_unknown_models_are_not_predicted(tmp_path: Path) -> None:
-    assert read_sizes("nobody/has-this-model") is None
-    assert sizes_of({"n_embd": 768, "n_layer": 12}) is None
+def test_only_the_sender_of_a_publish_holds_its_buckets(tmp_path: Path) -> None:
+    plan = plan_memory(with_shape(tmp_path, QWEN_05B, "ppo_0.5b_1gpu.yaml", f"reward.model.path={tmp_path}"), 80 * GIB)
+    assert plan is not None
+    assert plan.roles["learner"].other - plan.roles["critic"].other == 2 * (256 << 20)
+
+
+def test_unknown_models_are_not_predicted() -> None:
     assert plan_memory(load_config(CONF / "grpo_0.5b_1gpu.yaml", ["model.path=/nowhere"]), 80 * GIB) is None

@@ -1,77 +1,65 @@
 """FLOPs, bytes and a step's figures by hand, and what nobody has measured stays unknown."""
 
-from types import SimpleNamespace
+import dataclasses
 
 import pytest
 import torch
 
 from rlhf.batch import TrainBatch
-from rlhf.config import Config, DataConfig, ModelConfig, RewardConfig, RewardFunctionConfig
+from rlhf.config import (
+    AlgorithmConfig,
+    Config,
+    CriticConfig,
+    DataConfig,
+    ModelConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+)
 from rlhf.roofline import (
     Peaks,
     decode_bytes,
-    dense_shape,
     device_peaks,
     forward_flops,
-    shape_of,
     update_flops,
     weight_bytes,
 )
+from rlhf.shapes import ModelShape
 from rlhf.tracking.performance import Bottleneck, Roofline, find_bottleneck
 
-CONFIG = SimpleNamespace(
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
+SHAPE = ModelShape(
+    num_layers=3,
     hidden_size=16,
     intermediate_size=32,
-    num_hidden_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=8,
     vocab_size=100,
-    tie_word_embeddings=True,
+    tied=True,
 )
 BODY = 3 * (2 * 16 * 32 + 2 * 16 * 16 + 3 * 16 * 32)
 PEAKS = Peaks(flops=1e9, bytes_per_s=1e6, link_bytes_per_s=2e5)
 
 
-def test_shape_by_hand() -> None:
-    shape = shape_of(CONFIG)
-    # q and o: 16 x 32 each; k and v: 16 x 16 each; gate, up, down: 16 x 32 each
-    assert shape.body_parameters == BODY
-    assert shape.head_parameters == 1600
-    assert shape.embedding_parameters == 0
-    assert shape_of(SimpleNamespace(**{**vars(CONFIG), "tie_word_embeddings": False})).embedding_parameters == 1600
-
-
-def test_only_dense_llama_like_models_have_a_shape() -> None:
-    assert dense_shape(CONFIG) == shape_of(CONFIG)
-    assert dense_shape(SimpleNamespace(n_embd=768, n_layer=12)) is None
-    assert dense_shape(SimpleNamespace(**vars(CONFIG), num_experts=8)) is None
-    assert dense_shape(SimpleNamespace(**vars(CONFIG), num_local_experts=0)) is not None
-
-
 def test_forward_flops_by_hand() -> None:
-    shape = shape_of(CONFIG)
     # two sequences of 5 and 3 tokens, 4 of them completion; causal scores and values: 2 * 3 layers * 32 * (25 + 9)
-    expected = 2 * shape.body_parameters * 8 + 2 * 1600 * 4 + 2 * 3 * 32 * 34
-    assert forward_flops(shape, [5, 3], 4) == expected
-    assert update_flops(shape, [5, 3], 4) == 3 * expected
+    expected = 2 * BODY * 8 + 2 * 1600 * 4 + 2 * 3 * 32 * 34
+    assert forward_flops(SHAPE, [5, 3], 4) == expected
+    assert update_flops(SHAPE, [5, 3], 4) == 3 * expected
 
 
 def test_decode_bytes_by_hand() -> None:
-    shape = shape_of(CONFIG)
     weights = 2 * (BODY + 1600)
     per_token = 2 * 2 * 3 * 16  # keys and values of three layers, two bytes each
     # Completions of 4 and 2: three steps and one; the first token of each is the prefill's. Contexts 1 + 2 + 3, and 1.
-    assert decode_bytes(shape, [4, 2], num_workers=1, max_num_seqs=8) == 3 * weights + 7 * per_token
+    assert decode_bytes(SHAPE, [4, 2], num_workers=1, max_num_seqs=8) == 3 * weights + 7 * per_token
     # One at a time: 3 + 1 steps.
-    assert decode_bytes(shape, [4, 2], num_workers=1, max_num_seqs=1) == 4 * weights + 7 * per_token
+    assert decode_bytes(SHAPE, [4, 2], num_workers=1, max_num_seqs=1) == 4 * weights + 7 * per_token
     # A worker each: ceil(4 / 2 / 1) = 2 steps at least, and 3 where the longest is.
-    assert decode_bytes(shape, [4, 2], num_workers=2, max_num_seqs=8) == 5 * weights + 7 * per_token
-    assert decode_bytes(shape, [1, 1], num_workers=1, max_num_seqs=8) == 0
+    assert decode_bytes(SHAPE, [4, 2], num_workers=2, max_num_seqs=8) == 5 * weights + 7 * per_token
+    assert decode_bytes(SHAPE, [1, 1], num_workers=1, max_num_seqs=8) == 0
 
 
 def test_decode_bytes_is_a_lower_bound_of_a_simulated_schedule() -> None:
-    shape = shape_of(CONFIG)
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
         lengths = torch.randint(1, 40, (24,), generator=generator).tolist()
@@ -84,7 +72,7 @@ def test_decode_bytes_is_a_lower_bound_of_a_simulated_schedule() -> None:
                     running = [n - 1 for n in running if n > 1]
                     steps += 1
             most = steps * 2 * (BODY + 1600) + 192 * sum(n * (n - 1) // 2 for n in lengths)
-            assert decode_bytes(shape, lengths, num_workers=workers, max_num_seqs=at_once) <= most
+            assert decode_bytes(SHAPE, lengths, num_workers=workers, max_num_seqs=at_once) <= most
 
 
 def test_peaks_are_known_or_none() -> None:
@@ -108,7 +96,7 @@ def batch(prompts: list[int], completions: list[int]) -> TrainBatch:
 
 def roofline(**changes: object) -> Roofline:
     fields: dict[str, object] = {
-        "policy": shape_of(CONFIG),
+        "policy": SHAPE,
         "critic": None,
         "learner_peaks": PEAKS,
         "rollout_peaks": PEAKS,
@@ -133,21 +121,20 @@ def figures(limits: Roofline, phases: dict[str, float] = PHASES, step: int = 1) 
 
 def test_a_steps_figures_by_hand() -> None:
     found = figures(roofline())
-    shape = shape_of(CONFIG)
     assert found.keys() == {"perf/mfu_update", "perf/hbm_decode", "perf/link_sync"}
     # three epochs over both GPUs in half a second
-    assert found["perf/mfu_update"] == pytest.approx(3 * update_flops(shape, [5, 3], 6) / (0.5 * 1e9 * 2))
+    assert found["perf/mfu_update"] == pytest.approx(3 * update_flops(SHAPE, [5, 3], 6) / (0.5 * 1e9 * 2))
     # the caller's two seconds, not the phase's nine
-    expected = decode_bytes(shape, [4, 2], num_workers=1, max_num_seqs=8)
+    expected = decode_bytes(SHAPE, [4, 2], num_workers=1, max_num_seqs=8)
     assert found["perf/hbm_decode"] == pytest.approx(expected / (2.0 * 1e6))
     assert found["perf/link_sync"] == pytest.approx(2 * (BODY + 1600) / (0.25 * 2e5))
-    assert weight_bytes(shape) == 2 * (BODY + 1600)
+    assert weight_bytes(SHAPE) == 2 * (BODY + 1600)
 
 
 def test_two_engines_of_two_gpus_have_four_times_the_bandwidth() -> None:
     limits = roofline(tensor_parallel_size=2)
     found = limits.figures(STEP, PHASES, step=1, generate_s=2.0, num_workers=2)
-    expected = decode_bytes(shape_of(CONFIG), [4, 2], num_workers=2, max_num_seqs=8)
+    expected = decode_bytes(SHAPE, [4, 2], num_workers=2, max_num_seqs=8)
     assert found["perf/hbm_decode"] == pytest.approx(expected / (2.0 * 4e6))
 
 
@@ -156,9 +143,8 @@ def test_a_shared_gpu_publishes_by_a_copy_that_reads_and_writes() -> None:
 
 
 def test_a_critic_counts_and_learns_alone_in_its_warmup() -> None:
-    shape = shape_of(CONFIG)
-    limits = roofline(critic=shape, critic_warmup_steps=1)
-    policy, critic = update_flops(shape, [5, 3], 6), update_flops(shape, [5, 3], 0)
+    limits = roofline(critic=SHAPE, critic_warmup_steps=1)
+    policy, critic = update_flops(SHAPE, [5, 3], 6), update_flops(SHAPE, [5, 3], 0)
     assert figures(limits, step=1)["perf/mfu_update"] == pytest.approx(3 * critic / 1e9)
     assert figures(limits, step=2)["perf/mfu_update"] == pytest.approx(3 * (policy + critic) / 1e9)
 
@@ -177,14 +163,16 @@ def test_the_limits_follow_the_configuration() -> None:
     h200 = {"learner": "NVIDIA H200", "rollout": "NVIDIA H200"}
     reward = RewardConfig(functions=[RewardFunctionConfig(path="even_tokens")])
     config = Config(model=ModelConfig(path="m"), data=DataConfig(train="task:phrases"), reward=reward)
-    limits = Roofline.of(config, CONFIG, None, h200)
-    assert limits.policy == shape_of(CONFIG) and limits.critic is None
+    limits = Roofline.of(config, SHAPE, None, h200)
+    assert limits.policy == SHAPE and limits.critic is None
     assert limits.learner_peaks == limits.rollout_peaks == device_peaks("NVIDIA H200")
     assert (limits.num_update_gpus, limits.colocated) == (1, False)
-    assert Roofline.of(config, CONFIG, CONFIG, h200).num_update_gpus == 2
-    assert Roofline.of(config, CONFIG, None, {"learner": "cpu", "rollout": "cpu"}).learner_peaks is None
+    ppo = dataclasses.replace(config, algorithm=AlgorithmConfig(name="ppo"), critic=CriticConfig(warmup_steps=5))
+    assert Roofline.of(ppo, SHAPE, SHAPE, h200).num_update_gpus == 2
+    assert Roofline.of(ppo, SHAPE, None, h200).critic_warmup_steps == 5
+    assert Roofline.of(config, SHAPE, None, {"learner": "cpu", "rollout": "cpu"}).learner_peaks is None
     exact = Config(model=ModelConfig(path="m", dtype="float32"), data=config.data, reward=reward)
-    assert Roofline.of(exact, CONFIG, None, h200).learner_peaks is None
+    assert Roofline.of(exact, SHAPE, None, h200).learner_peaks is None
 
 
 @pytest.mark.parametrize(

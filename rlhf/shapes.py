@@ -1,0 +1,97 @@
+"""The shape of a dense Llama-like model, which FLOPs, bytes and memory follow from."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf.config import model_shape
+
+NEEDED_KEYS = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the model's configuration says, and the numbers of parameters that follow."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    tied: bool  # the LM head is the input embedding
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "ModelShape | None":
+        """Of a ``config.json``; None where the formulas do not hold: a mixture of experts, a model of another kind."""
+        if any(not isinstance(config.get(key), int) for key in NEEDED_KEYS):
+            return None
+        if any(config.get(key) for key in EXPERT_KEYS):
+            return None
+        num_heads = config["num_attention_heads"]
+        return cls(
+            num_layers=config["num_hidden_layers"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_heads=num_heads,
+            num_kv_heads=config.get("num_key_value_heads") or num_heads,
+            head_size=config.get("head_dim") or config["hidden_size"] // num_heads,
+            vocab_size=config["vocab_size"],
+            tied=bool(config.get("tie_word_embeddings", False)),
+        )
+
+    @property
+    def attention_size(self) -> int:
+        """Width of all heads' queries together."""
+        return self.num_heads * self.head_size
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all heads' keys together, or values."""
+        return self.num_kv_heads * self.head_size
+
+    @property
+    def matrix_parameters(self) -> int:
+        """In the layers' matrices: what a token's FLOPs follow from."""
+        attention = 2 * self.hidden_size * (self.attention_size + self.kv_size)
+        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
+    @property
+    def body_parameters(self) -> int:
+        """In the layers' matrices and norms: what takes memory."""
+        return self.matrix_parameters + self.num_layers * 2 * self.hidden_size
+
+    @property
+    def embedding_parameters(self) -> int:
+        """In the input embedding, and in the LM head."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def largest_tensor(self) -> int:
+        """Parameters of the largest tensor."""
+        return self.hidden_size * max(self.vocab_size, self.intermediate_size, self.attention_size)
+
+    def outer_parameters(self, *, lm_head: bool) -> int:
+        """Outside the layers: of a causal LM, or of the same backbone under a scalar head."""
+        return self.embedding_parameters * (2 if lm_head and not self.tied else 1)
+
+    def parameters(self, *, lm_head: bool) -> int:
+        """All of them, as ``outer_parameters`` counts."""
+        return self.body_parameters + self.outer_parameters(lm_head=lm_head)
+
+
+def read_shape(path: str) -> ModelShape | None:
+    """The shape of a local model directory, or of a hub model whose ``config.json`` is cached; None for others."""
+    config = model_shape(path)
+    if config is None:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            cached = try_to_load_from_cache(path, "config.json")
+        except HFValidationError:
+            return None
+        config = model_shape(cached.removesuffix("config.json")) if isinstance(cached, str) else None
+    return ModelShape.of(config) if config is not None else None
