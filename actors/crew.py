@@ -82,7 +82,7 @@ class Crew:
     def reconcile(self, *, asleep: bool) -> None:
         """Ends what is over or silent, and starts or drains workers until there are as many of a kind as wanted.
 
-        ``asleep``: nobody is expected to make progress.
+        ``asleep``: nobody is expected to make progress, and what a new one would need belongs to the learner now.
         """
         self.fleet.forget_dead()
         for worker_id in self.fleet.emptied():
@@ -92,7 +92,7 @@ class Crew:
         order = {State.STARTING: 0, State.SYNCING: 1, State.LIVE: 2}  # those that do not serve yet go first
         for kind, target in self.targets.items():
             active = self.fleet.active(kind)
-            if time.monotonic() >= self._backoff_until:
+            if not asleep and time.monotonic() >= self._backoff_until:
                 for _ in range(target - len(active)):
                     self._spawn(kind)
             by_use = sorted(active, key=lambda w: (order[w.state], self.fleet.outstanding_tokens(w), -w.id))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from rlhf.errors import ActorError, DeadlineError, RlhfError, RoleLostError
 
@@ -72,17 +72,16 @@ def fetch(ref: Any, member: Member, doing: str, timeout_s: float = 60.0) -> Any:
         summary = " ".join(str(cause).split())[:500]
         trace = str(error)  # the traceback of the process it happened in
         raise ActorError(f"{member}: {doing} raised {type(cause).__name__}: {summary}\n{trace}") from None
-    except (RayActorError, ObjectLostError) as error:
-        raise RoleLostError(f"{member}: died while {doing}: {_why(error)}") from None
     except GetTimeoutError:
         raise DeadlineError(f"{member}: the result of {doing} did not arrive within {timeout_s:g} s") from None
+    except RayError as error:  # the process, its node or the object's owner is gone
+        raise RoleLostError(f"{member}: died while {doing}: {_why(error)}") from None
 
 
-def _why(error: Exception) -> str:
+def _why(error: RayError) -> str:
     """Ray's reason for a death, without its preamble and its guesses."""
-    text = " ".join(str(error).split())
-    text = text.rpartition("The actor is dead because ")[2].partition(" Some common causes")[0]
-    return text[:300]
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.rpartition("The actor is dead because ")[2].partition(" Some common causes")[0][:300]
 
 
 class ActorGroup:

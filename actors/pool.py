@@ -54,6 +54,7 @@ class RolloutPool:
         self._fleet = self._crew.fleet
         self._control, self._note, self._timeouts = control, note, config.timeouts
         self._shares_gpus, self._asleep = shares_gpus, False
+        self._sleepers: set[int] = set()
         self._transport: Transport | None = None
         self._groups: dict[int, GroupInProgress] = {}
         self._finished: dict[int, list[Rollout]] = {}
@@ -186,22 +187,26 @@ class RolloutPool:
         if not self._shares_gpus or self._asleep:
             return
         with self._lock:
-            self._crew.call(self._fleet.in_state(State.SYNCING, State.LIVE), "sleep", "going to sleep")
             self._asleep = True
+            self._put_to_sleep()
+
+    def _put_to_sleep(self) -> None:
+        """Everybody who is up and awake; also who came up while the others slept."""
+        awake = [w for w in self._fleet.in_state(State.SYNCING, State.LIVE) if w.id not in self._sleepers]
+        self._sleepers |= self._crew.call(awake, "sleep", "going to sleep").keys()
 
     def _sync(self, workers: Sequence[Worker]) -> None:
         """Brings workers to the fleet's version; those that confirm the learner's checksums are live from here on."""
         assert self._transport is not None
         deadline = Deadline(self._timeouts.publish_s, "timeouts.publish_s")
-        if self._asleep:
-            woken = self._crew.call(workers, "wake_weights", "waking up")
-            workers = [worker for worker in workers if worker.id in woken]
+        sleepers = [worker for worker in workers if worker.id in self._sleepers]
+        self._crew.call(sleepers, "wake_weights", "waking up")
+        workers = [worker for worker in workers if worker.state is State.SYNCING]
         result = publish(self._fleet.version, self._transport, self._crew.members(workers), deadline)
         for member, error in result.failed.items():
             self._crew.fail(member.rank, error)
-        if self._asleep:
-            self._crew.call([w for w in workers if w.state is State.SYNCING], "wake_cache", "waking up")
-            self._asleep = False
+        self._crew.call([w for w in sleepers if w.state is State.SYNCING], "wake_cache", "waking up")
+        self._asleep, self._sleepers = False, set()
         for worker in workers:
             if worker.state is State.SYNCING:
                 self._crew.admit(worker.id)
@@ -248,6 +253,8 @@ class RolloutPool:
         for kind, count in self._control.poll(self._crew.status, dict(self._crew.targets)).items():
             self.scale(kind, count, "asked for by rlhf scale")
         self._crew.reconcile(asleep=self._asleep)
+        if self._asleep:
+            self._put_to_sleep()
         if self._driver_waits and self._fleet.version >= 0 and (joining := self._fleet.in_state(State.SYNCING)):
             self._sync(joining)
         self._dispatch()

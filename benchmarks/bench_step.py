@@ -24,6 +24,10 @@ TINY_SETTINGS = ["learner.compile=false", "learner.cpus_per_rank=1", "rollout.cp
 
 def ours(args: argparse.Namespace) -> Row:
     """Our step: ``rlhf train`` from the command line, as a user runs it. Medians from the second step on."""
+    ragged = [
+        f"rollout.engine_args.scheduler_cls={SCHEDULER}",
+        f"rollout.engine_args.additional_config={{group: {args.group}}}",
+    ]
     settings = [
         f"model.path={args.model}",
         f"num_steps={args.steps}",
@@ -32,7 +36,7 @@ def ours(args: argparse.Namespace) -> Row:
         f"rollout.max_completion_tokens={args.completion}",
         f"rollout.max_num_seqs={args.prompts * args.group}",
         f"data.task_args.num_words={args.prompt_words}",
-        *([f"rollout.engine_args.scheduler_cls={SCHEDULER}"] if args.lengths == "ragged" else []),
+        *(ragged if args.lengths == "ragged" else []),
         *args.settings,
     ]
     with PeakMemory() as peak:

@@ -7,6 +7,7 @@ step. vLLM takes it by name (engine argument ``scheduler_cls``) from whoever sta
 """
 
 import math
+import re
 from itertools import count
 from random import Random
 from typing import Any
@@ -25,7 +26,9 @@ def ragged_length(index: int, longest: int) -> int:
 def ragged_scheduler(vllm_config: Any, **kwargs: Any) -> Any:
     """The scheduler that vLLM would have built, which shortens each request's ``max_tokens`` to its drawn length.
 
-    Requests are numbered as they come, so two engines that sample the same number per step sample the same lengths.
+    Requests are numbered as they come. Of our pool, whose engines share a step's requests, the number follows from the
+    request's name, TASK.SAMPLE.ATTEMPT, and the engine argument ``additional_config={group: N}``. So both sides sample
+    the same lengths in every step.
     """
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -34,8 +37,11 @@ def ragged_scheduler(vllm_config: Any, **kwargs: Any) -> Any:
 
     class RaggedScheduler(base):
         def add_request(self, request: Any) -> None:
-            request.max_tokens = ragged_length(next(numbers), request.max_tokens)
+            named = re.match(r"(\d+)\.(\d+)\.", request.request_id)
+            index = int(named[1]) * group + int(named[2]) if named and group else next(numbers)
+            request.max_tokens = ragged_length(index, request.max_tokens)
             super().add_request(request)
 
     numbers = count()
+    group = (vllm_config.additional_config or {}).get("group")
     return RaggedScheduler(vllm_config, **kwargs)

@@ -55,6 +55,7 @@ class GroupStream:
     ) -> None:
         self._prompts, self._rollouts, self._reward, self._reference = prompts, rollouts, reward, reference
         self._algorithm, self._max_staleness = config.algorithm, config.rollout.max_staleness
+        self._last_step = config.num_steps - 1
         self._sampling: dict[int, Admitted] = {}  # by the pool's group id
         self._ready: list[ScoredGroup] = []  # in the order in which they finished
         self._resumed: list[Prompt] = []  # admitted before a checkpoint, not consumed by then
@@ -67,8 +68,9 @@ class GroupStream:
         after which equal groups are taken too. So the batch always has its exact size.
         """
         size = self._algorithm.prompts_per_step
+        ahead = min(self._max_staleness, self._last_step - step)  # nothing is sampled for steps that will not be
         refills = self._algorithm.dynamic_sampling_max_tries * size
-        self._admit(step, (1 + self._max_staleness) * size - len(self._sampling) - len(self._ready))
+        self._admit(step, (1 + ahead) * size - len(self._sampling) - len(self._ready))
         while (chosen := self._choose(step)) is None:
             group = self._next_group()
             if refills and self._is_equal(group):
