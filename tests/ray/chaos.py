@@ -34,6 +34,7 @@ class RecordedRun:
     prompts: list[int] = field(default_factory=list)
     lags: list[tuple[int, int]] = field(default_factory=list)  # (smallest, largest) staleness of each step
     metrics: list[Metrics] = field(default_factory=list)
+    completions: list[list[list[int]]] = field(default_factory=list)  # the token ids, by step
     phase: str = "start"
 
 
@@ -62,6 +63,7 @@ def spy(run: RecordedRun) -> None:
         lag = run.driver.step - 1 - batch.versions
         run.lags.append((int(lag.min()), int(lag.max())))
         run.metrics.append(metrics)
+        run.completions.append([r.token_ids for r in sampled.rollouts])
         record(sampled, batch, metrics)
 
     @contextlib.contextmanager

