@@ -150,7 +150,11 @@ class ActorCluster:
     def _env(self, role: str, slot: Slot) -> dict[str, str]:
         """Environment of an actor: quiet libraries, its share of CPU threads, and on CPU no device at all."""
         path = os.pathsep.join([str(PROJECT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        env = QUIET | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(max(1, int(slot.num_cpus)))}
+        env = QUIET | {
+            "RLHF_RUN": self._config.name,
+            "PYTHONPATH": path,
+            "OMP_NUM_THREADS": str(max(1, int(slot.num_cpus))),
+        }
         if self.device == "cpu":
             return env | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         return env | gpu_env(role, slot.num_cpus, colocated=self._config.placement.mode == "colocate")

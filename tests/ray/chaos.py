@@ -76,13 +76,14 @@ def spy(run: RecordedRun) -> None:
     run.driver.tracker.phase = noting  # type: ignore[method-assign]
 
 
-def rollout_pids() -> list[int]:
-    """Processes of rollout workers on this machine, those still starting included."""
+def actor_pids(run: str, actor: str) -> list[int]:
+    """Processes of a run's actors of a class on this machine, those still starting included."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                if b"ray::RolloutActor" in (entry / "cmdline").read_bytes():
+                is_actor = f"ray::{actor}".encode() in (entry / "cmdline").read_bytes()
+                if is_actor and f"RLHF_RUN={run}\0".encode() in (entry / "environ").read_bytes():
                     found.append(int(entry.name))
     return sorted(found)
 
@@ -90,18 +91,18 @@ def rollout_pids() -> list[int]:
 class Killer(threading.Thread):
     """``kill -9`` for a random rollout worker, again and again, until told to stop or out of kills."""
 
-    def __init__(self, kills: int, pause_s: tuple[float, float], phase: Callable[[], str], seed: int) -> None:
+    def __init__(self, run: RecordedRun, kills: int, pause_s: tuple[float, float], seed: int) -> None:
         super().__init__(daemon=True)
         self.kills: list[tuple[str, int]] = []  # (the driver's phase, workers alive at that time)
-        self._wanted, self._pause_s, self._phase, self._random = kills, pause_s, phase, Random(seed)
+        self._run, self._wanted, self._pause_s, self._random = run, kills, pause_s, Random(seed)
         self.stopping = threading.Event()
 
     def run(self) -> None:
         while len(self.kills) < self._wanted and not self.stopping.wait(self._random.uniform(*self._pause_s)):
-            if pids := rollout_pids():
+            if pids := actor_pids(self._run.config.name, "RolloutActor"):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._random.choice(pids), signal.SIGKILL)
-                    self.kills.append((self._phase(), len(pids)))
+                    self.kills.append((self._run.phase, len(pids)))
 
 
 def until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:

@@ -38,6 +38,7 @@ def tiny_config(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory):
         fixed = [
             f"model.path={tiny_model_dir}",
             f"run_dir={run_dir}",
+            f"name={run_dir.name}",  # runs of one cluster have different names
             "placement.device=cpu",
             "tracking.progress=false",
         ]

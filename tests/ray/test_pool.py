@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from tests.ray.chaos import Killer, RecordedRun, recorded_run, rollout_pids, until
+from tests.ray.chaos import Killer, RecordedRun, actor_pids, recorded_run, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -70,7 +70,7 @@ def test_a_death_changes_nothing_on_policy(ray_session: None, tiny_config) -> No
 
 def kill_while_generating(run: RecordedRun) -> None:
     until(lambda: run.driver.step >= 1 and run.phase == "generate", 120, "the second step's generation")
-    os.kill(rollout_pids()[0], signal.SIGKILL)
+    os.kill(actor_pids(run.config.name, "RolloutActor")[0], signal.SIGKILL)
 
 
 def test_the_run_survives_random_deaths(ray_session: None, tiny_config) -> None:
@@ -94,7 +94,7 @@ def chaos(tiny_config, *, kills: int, steps: int, pause_s: tuple[float, float]) 
         *("algorithm.beta=0", "rollout.max_start_failures=1000"),
     )
     with recorded_run(config, notes := []) as run:
-        killer = Killer(kills, pause_s, lambda: run.phase, seed=1)
+        killer = Killer(run, kills, pause_s, seed=1)
         killer.start()
         threading.Thread(target=stop_after, args=(run, killer, steps), daemon=True).start()
         run.driver.run()
@@ -206,19 +206,16 @@ def test_a_lost_learner_is_resumed_from_the_last_checkpoint(ray_session: None, t
 
     config = tiny_config("num_steps=8", "checkpoint.every_steps=2", "algorithm.beta=0", "checkpoint.max_restarts=1")
     run_dir = Path(config.run_dir)
-    threading.Thread(target=kill_learner_after, args=(run_dir, 4), daemon=True).start()
+    threading.Thread(target=kill_learner_after, args=(config.name, run_dir, 4), daemon=True).start()
     summary = train(config)
     assert summary["status"] == "completed"
     assert [step["step"] for step in steps_of(run_dir)] == list(range(1, 9)), "each step once, in the record that stays"
     assert "restarting from the last checkpoint (1 restart(s) left): learner[" in capfd.readouterr().out
 
 
-def kill_learner_after(run_dir: Path, steps: int) -> None:
+def kill_learner_after(run: str, run_dir: Path, steps: int) -> None:
     until(lambda: len(steps_of(run_dir)) >= steps, 240, f"{steps} steps")
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and b"ray::LearnerActor" in (entry / "cmdline").read_bytes():
-            os.kill(int(entry.name), signal.SIGKILL)
-            return
+    os.kill(actor_pids(run, "LearnerActor")[0], signal.SIGKILL)
 
 
 def test_nodes_leave_and_join(tiny_model_dir: Path, tmp_path: Path) -> None:
