@@ -99,13 +99,8 @@ class RolloutActor(RankActor):
         return [sums for sums, _ in received]
 
     def finish_update(self) -> None:
-        """Makes the new weights current."""
-
-        def finish(engine: Any) -> None:
-            engine.collective_rpc("finish_weight_update")
-            engine.reset_prefix_cache()
-
-        self._loop.call(finish)
+        """Makes the new weights current. The prefix cache of the old ones is never asked again (EngineLoop.add)."""
+        self._rpc("finish_weight_update")
 
     def commit(self, version: int) -> None:
         """From here on the worker samples, and stamps its tokens with ``version``."""

@@ -1,4 +1,4 @@
-"""When the rollout pool should grow or shrink: a pure rule over measured waits, with hysteresis."""
+"""When the rollout pool should grow or shrink: what is measured of a step, and a pure rule over it, with hysteresis."""
 
 import time
 from collections.abc import Callable

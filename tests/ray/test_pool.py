@@ -73,6 +73,25 @@ def kill_while_generating(run: RecordedRun) -> None:
     os.kill(actor_pids(run.config.name, "RolloutActor")[0], signal.SIGKILL)
 
 
+def test_a_worker_that_hangs_is_replaced(ray_session: None, tiny_config) -> None:
+    """One that neither dies nor answers: whether it is to sample or to take new weights, its time is limited."""
+    limits = ("timeouts.worker_silence_s=4", "timeouts.publish_s=16")
+    config = tiny_config(*LONG, *limits, "rollout.num_workers=2", "num_steps=100000")
+    with recorded_run(config, notes := []) as run:
+
+        def hang_one() -> None:
+            until(lambda: run.driver.step >= 2, 120, "two steps")
+            os.kill(actor_pids(config.name, "RolloutActor")[0], signal.SIGSTOP)
+            until(lambda: bool(notes), 60, "the hanging worker being noticed")
+            stop_with_workers(run, 2)
+
+        threading.Thread(target=hang_one, daemon=True).start()
+        run.driver.run()
+        check_consumed_once(run)
+    assert len(notes) == 1
+    assert "timeouts.worker_silence_s" in notes[0] or "timeouts.publish_s" in notes[0], notes
+
+
 def test_the_run_survives_random_deaths(ray_session: None, tiny_config) -> None:
     """A small version of `make chaos`."""
     chaos(tiny_config, kills=4, steps=20, pause_s=(1.0, 6.0))
