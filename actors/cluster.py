@@ -157,7 +157,7 @@ class ActorCluster:
         }
         if self.device == "cpu":
             return env | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-        return env | gpu_env(role, slot.num_cpus, colocated=self._config.placement.mode == "colocate")
+        return env | gpu_env(role, slot.num_cpus, colocated=self._config.placement.colocated)
 
     def _start(self, role: str) -> Call[Any]:
         group = self._groups[role]
@@ -254,7 +254,7 @@ class Cluster(ActorCluster):
 
     @property
     def _shares_gpus(self) -> bool:
-        return self.device == "gpu" and self._config.placement.mode == "colocate"
+        return self.device == "gpu" and self._config.placement.colocated
 
     def _devices_of(self, slot: Slot) -> str:
         """The GPUs of the learner ranks that a tensor-parallel worker shares."""
@@ -269,7 +269,7 @@ class Cluster(ActorCluster):
             trust_remote_code=config.model.trust_remote_code,
             max_model_tokens=config.max_sequence_tokens,
             device=self.device,
-            colocated=config.placement.mode == "colocate",
+            colocated=config.placement.colocated,
             workers_on_gpu=config.rollout_workers_per_gpu,
             logprobs=config.needs_rollout_logprobs,
             seed=config.seed,
@@ -294,7 +294,7 @@ class Cluster(ActorCluster):
         learner = self._groups["learner"]
         if self.device == "cpu":
             return ObjectStoreTransport(learner)
-        return SessionTransport(learner, "share" if self._config.placement.mode == "colocate" else "broadcast")
+        return SessionTransport(learner, "share" if self._config.placement.colocated else "broadcast")
 
 
 def reward_weights(config: Config) -> dict[str, float]:

@@ -76,4 +76,4 @@ class RewardModelActor(RankActor):
 
 def shares_gpu(config: Config, device: torch.device) -> bool:
     """Whether this process leaves torch's cached memory to others when it has done its work."""
-    return device.type == "cuda" and config.placement.mode == "colocate"
+    return device.type == "cuda" and config.placement.colocated

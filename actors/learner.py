@@ -97,7 +97,7 @@ class EngineActor(RankActor):
         """Leaves the GPU to those who share it: parks the optimiser's state if it must, and empties torch's cache."""
         if self._on_gpu and self._decided.offload_when_idle:
             self._learner.engine.park_optimizer()
-        if self._on_gpu and self._config.placement.mode == "colocate":
+        if self._on_gpu and self._config.placement.colocated:
             torch.cuda.empty_cache()
 
     def _total_steps(self) -> int:

@@ -68,7 +68,7 @@ class WorkerFactory:
 
     @property
     def _shares_gpus(self) -> bool:
-        return self._config.placement.mode == "colocate"
+        return self._config.placement.colocated
 
     def _place(self, worker: int, kind: str) -> Slot:
         if self._free:

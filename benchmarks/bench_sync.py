@@ -27,8 +27,9 @@ from actors.learner import LearnerActor
 from actors.weight_sender import WeightSender
 from actors.weight_sync import ObjectStoreTransport, PublishResult, SessionTransport, Transport, publish
 from benchmarks.common import ROOT, Row, show, write_json
-from rlhf.config import Config, load_config
+from rlhf.config import Config
 from rlhf.engine import deepspeed_config, init_distributed, local_rank_device, resolve_dtype
+from rlhf.recipes import load_config
 
 WARM_UP = 2  # the first publish of a session joins it, the second is the first to copy as all later ones do
 PLACEMENT = {"ipc": "colocate", "nccl": "separate", "object-store": "separate"}

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from rlhf.config import Config, RewardTrainingConfig, load_config, validate_model
+from rlhf.config import Config, RewardTrainingConfig, kind_key
 from rlhf.errors import ConfigError, DataError, RlhfError
+from rlhf.recipes import load_config, validate_model
 
 USER_ERROR = 2  # exit code of what the user can fix in the command, the config or the data
 RUN_ERROR = 1
@@ -162,14 +163,15 @@ def show_memory(settings: Config, gpu_memory_gib: float) -> None:
         f"GPU of {gpu}: " + ", ".join(f"{needed / GIB:.1f} GiB to {phase}" for phase, needed in phases.items())
         for gpu, phases in plan.gpus.items()
     ]
-    shape, tensor_parallel_size = read_shape(settings.model.path), settings.rollout.tensor_parallel_size
+    shape = read_shape(settings.model.path)
     assert shape is not None, "there is a plan"
-    cached = plan.roles["rollout"].kv_cache / kv_token_bytes(shape, tensor_parallel_size)
     lines += [plan.describe(role) for role in plan.checkpointing]
-    lines.append(
-        f"rollout: the KV cache holds {max(0.0, cached):,.0f} tokens; gpu_memory_fraction="
-        f"{settings.rollout.gpu_memory_fraction:g}, and {plan.largest_rollout_fraction():.2f} would be safe"
-    )
+    for kind, (worker, _) in settings.rollout.kinds().items():
+        cached = plan.roles[kind_key(kind)].kv_cache / kv_token_bytes(shape, worker.tensor_parallel_size)
+        lines.append(
+            f"{kind_key(kind)}: the KV cache holds {max(0.0, cached):,.0f} tokens; gpu_memory_fraction="
+            f"{worker.gpu_memory_fraction:g}, and {plan.largest_rollout_fraction():.2f} would be safe"
+        )
     console.print("\n".join(lines), soft_wrap=True)
     plan.check()
 

@@ -24,9 +24,10 @@ import aiohttp
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
-from rlhf.config import Config, to_yaml
+from rlhf.config import Config
 from rlhf.data import TASK_PREFIX
 from rlhf.errors import ClusterError, ConfigError
+from rlhf.recipes import to_yaml
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 CONFIG_NAME = "rlhf_submit.yaml"  # in the job's working directory

@@ -16,10 +16,11 @@ from actors.cluster import Cluster, connect
 from rlhf.algorithms import make_algorithm
 from rlhf.batch import Prompt
 from rlhf.checkpoint import CheckpointStore
-from rlhf.config import Config, ModelConfig, to_yaml, validate_model
+from rlhf.config import Config, ModelConfig
 from rlhf.data import PromptSet, PromptStream, load_prompts
 from rlhf.driver import Driver
 from rlhf.errors import ConfigError, RoleLostError
+from rlhf.recipes import to_yaml, validate_model
 from rlhf.rewards import RewardFunctions, load_reward_functions
 from rlhf.shapes import ModelShape
 from rlhf.stream import GroupStream

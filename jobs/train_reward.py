@@ -11,8 +11,9 @@ from actors.cluster import connect
 from actors.reward_training import RewardTrainingCluster
 from actors.roles import LearnerGroup
 from jobs.train import load_tokenizer
-from rlhf.config import RewardTrainingConfig, to_yaml
+from rlhf.config import RewardTrainingConfig
 from rlhf.preferences import Pair, epoch_batches, load_preferences, pair_batch
+from rlhf.recipes import to_yaml
 from rlhf.reward_training import evaluate_pairs
 from rlhf.roles import Metrics
 from rlhf.tracking import Tracker, print_summary, write_summary

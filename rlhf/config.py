@@ -1,36 +1,34 @@
-"""Typed configuration: YAML and ``key=value`` in, frozen and validated dataclasses out.
+"""Typed configuration: frozen dataclasses, validated as they are built. ``rlhf.recipes`` reads them from YAML.
 
-``load_config`` merges, in this order: the dataclass defaults below, the file named by the recipe's ``extends:`` key
-(recursively), the recipe, and the command line's ``key=value`` pairs. Everything that can be known to be wrong without
-loading a model or starting Ray is wrong here, in one line that names the key.
+Everything that can be known to be wrong without loading a model or starting Ray is wrong here, in one line that names
+the key. Every key there is stands in this file, with its default.
 """
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
-from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf import MISSING
 
 from rlhf.errors import ConfigError
 
 GROUPED_ALGORITHMS = ("grpo", "rloo", "reinforce_pp")
 DEFAULT_KIND = "default"  # the kind of rollout worker that rollout.num_workers counts
 
-S = TypeVar("S")
+
+def kind_key(kind: str) -> str:
+    """Where the settings of a kind of rollout worker stand."""
+    return "rollout" if kind == DEFAULT_KIND else f"rollout.extra_kinds.{kind}"
 
 
-def _require(condition: bool, message: str) -> None:
+def require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
 
 
-def _at_least(section: str, minimum: float, **values: float) -> None:
+def at_least(section: str, minimum: float, **values: float) -> None:
     for key, value in values.items():
         name = f"{section}.{key}" if section else key
-        _require(value >= minimum, f"{name}={value} must be at least {minimum}")
+        require(value >= minimum, f"{name}={value} must be at least {minimum}")
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class DataConfig:
     shuffle: bool = True
 
     def __post_init__(self) -> None:
-        _at_least("data", 1, max_prompt_tokens=self.max_prompt_tokens, eval_size=self.eval_size)
+        at_least("data", 1, max_prompt_tokens=self.max_prompt_tokens, eval_size=self.eval_size)
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ class AlgorithmConfig:
     missing_eos_penalty: float | None = None
 
     def __post_init__(self) -> None:
-        _at_least(
+        at_least(
             "algorithm",
             1,
             prompts_per_step=self.prompts_per_step,
@@ -108,27 +106,27 @@ class AlgorithmConfig:
             num_epochs=self.num_epochs,
             num_minibatches=self.num_minibatches,
         )
-        _at_least("algorithm", 0, beta=self.beta, epsilon_low=self.epsilon_low, epsilon_high=self.epsilon_high)
-        _require(
+        at_least("algorithm", 0, beta=self.beta, epsilon_low=self.epsilon_low, epsilon_high=self.epsilon_high)
+        require(
             self.name not in GROUPED_ALGORITHMS or self.group_size >= 2,
             f"algorithm.group_size={self.group_size} leaves {self.name} nothing to compare within a group; "
             "use at least 2, or algorithm.name=ppo",
         )
-        _require(
+        require(
             self.loss_type != "rloo" or self.name == "rloo",
             f"algorithm.loss_type=rloo needs algorithm.name=rloo (it is {self.name})",
         )
-        _require(
+        require(
             self.num_sequences % self.num_minibatches == 0,
             f"algorithm.num_minibatches={self.num_minibatches} does not divide prompts_per_step x group_size = "
             f"{self.num_sequences}",
         )
-        _require(
+        require(
             self.loss_type != "cispo" or self.epsilon_high > 1,
             f"algorithm.epsilon_high={self.epsilon_high} bounds the ratio itself with loss_type=cispo; use 5, say",
         )
-        _require(0 <= self.gamma <= 1, f"algorithm.gamma={self.gamma} must lie in [0, 1]")
-        _require(0 <= self.lam <= 1, f"algorithm.lam={self.lam} must lie in [0, 1]")
+        require(0 <= self.gamma <= 1, f"algorithm.gamma={self.gamma} must lie in [0, 1]")
+        require(0 <= self.lam <= 1, f"algorithm.lam={self.lam} must lie in [0, 1]")
         for key in (
             "rollout_correction_cap",
             "rollout_correction_floor",
@@ -138,16 +136,16 @@ class AlgorithmConfig:
             "kl_target",
         ):
             value = getattr(self, key)
-            _require(value is None or value > 0, f"algorithm.{key}={value} must be positive")
-        _require(
+            require(value is None or value > 0, f"algorithm.{key}={value} must be positive")
+        require(
             0 < self.top_entropy_quantile <= 1,
             f"algorithm.top_entropy_quantile={self.top_entropy_quantile} must lie in (0, 1]; 1 trains on every token",
         )
-        _require(
+        require(
             self.dynamic_sampling_max_tries == 0 or self.name in GROUPED_ALGORITHMS,
             "algorithm.dynamic_sampling_max_tries needs groups; set it to 0 with algorithm.name=ppo",
         )
-        _require(
+        require(
             self.kl_target is None or (self.name == "ppo" and self.beta > 0),
             "algorithm.kl_target adapts beta of the KL reward; it needs algorithm.name=ppo and algorithm.beta > 0",
         )
@@ -181,10 +179,10 @@ class OptimizerConfig:
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        _require(self.learning_rate > 0, f"optimizer.learning_rate={self.learning_rate} must be positive")
-        _require(all(0 <= b < 1 for b in self.betas), f"optimizer.betas={self.betas} must lie in [0, 1)")
-        _at_least("optimizer", 0, weight_decay=self.weight_decay, warmup_steps=self.warmup_steps)
-        _require(
+        require(self.learning_rate > 0, f"optimizer.learning_rate={self.learning_rate} must be positive")
+        require(all(0 <= b < 1 for b in self.betas), f"optimizer.betas={self.betas} must lie in [0, 1)")
+        at_least("optimizer", 0, weight_decay=self.weight_decay, warmup_steps=self.warmup_steps)
+        require(
             self.max_grad_norm > 0,
             f"optimizer.max_grad_norm={self.max_grad_norm} must be positive; use a large number for no clipping",
         )
@@ -211,7 +209,7 @@ class LearnerConfig:
     SECTION: ClassVar[str] = "learner"  # what errors call it
 
     def __post_init__(self) -> None:
-        _at_least(
+        at_least(
             self.SECTION,
             1,
             num_ranks=self.num_ranks,
@@ -219,16 +217,16 @@ class LearnerConfig:
             logits_chunk_tokens=self.logits_chunk_tokens,
             cpus_per_rank=self.cpus_per_rank,
         )
-        _require(
+        require(
             self.zero_stage in (0, 1, 2, 3),
             f"{self.SECTION}.zero_stage={self.zero_stage} does not exist; use 0, 1, 2 or 3",
         )
-        _require(
+        require(
             not self.compile or self.zero_stage < 3,
             f"{self.SECTION}.compile=true does not go with {self.SECTION}.zero_stage=3, which gathers weights within "
             "each layer; use zero_stage 0, 1 or 2, or compile=false",
         )
-        _require(
+        require(
             not self.offload_optimizer or self.zero_stage > 0,
             f"{self.SECTION}.offload_optimizer needs {self.SECTION}.zero_stage 1, 2 or 3",
         )
@@ -255,7 +253,7 @@ class ReferenceConfig:
     cpus_per_rank: int = 1
 
     def __post_init__(self) -> None:
-        _at_least("reference", 1, num_ranks=self.num_ranks, micro_batch_tokens=self.micro_batch_tokens)
+        at_least("reference", 1, num_ranks=self.num_ranks, micro_batch_tokens=self.micro_batch_tokens)
 
 
 @dataclass(frozen=True)
@@ -289,8 +287,8 @@ class RewardConfig:
     function_timeout_s: float = 60.0  # for one call on one worker's share of the batch
 
     def __post_init__(self) -> None:
-        _at_least("reward", 1, num_workers=self.num_workers)
-        _require(self.function_timeout_s > 0, f"reward.function_timeout_s={self.function_timeout_s} must be positive")
+        at_least("reward", 1, num_workers=self.num_workers)
+        require(self.function_timeout_s > 0, f"reward.function_timeout_s={self.function_timeout_s} must be positive")
 
 
 @dataclass(frozen=True)
@@ -304,14 +302,14 @@ class AutoscaleConfig:
     patience_steps: int = 3  # so many steps in a row must agree
 
     def __post_init__(self) -> None:
-        _at_least("rollout.autoscale", 1, min=self.min, patience_steps=self.patience_steps)
-        _require(
+        at_least("rollout.autoscale", 1, min=self.min, patience_steps=self.patience_steps)
+        require(
             self.max >= self.min,
             f"rollout.autoscale.max={self.max} must be at least rollout.autoscale.min={self.min}",
         )
         for key in ("wait_fraction", "idle_fraction"):
             value = getattr(self, key)
-            _require(0 < value < 1, f"rollout.autoscale.{key}={value} must lie between 0 and 1")
+            require(0 < value < 1, f"rollout.autoscale.{key}={value} must lie between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -326,7 +324,7 @@ class WorkerKindConfig:
     resources: dict[str, float] = field(default_factory=dict)  # Ray resources, e.g. {"accelerator_type:A100": 0.001}
 
     def __post_init__(self) -> None:
-        _at_least("rollout.extra_kinds", 0, num_workers=self.num_workers)
+        at_least("rollout.extra_kinds", 0, num_workers=self.num_workers)
 
 
 @dataclass(frozen=True)
@@ -357,44 +355,50 @@ class RolloutConfig:
     cpus_per_worker: int = 1
 
     def __post_init__(self) -> None:
-        _at_least(
+        at_least(
             "rollout",
             1,
-            num_workers=self.num_workers,
             tensor_parallel_size=self.tensor_parallel_size,
             max_completion_tokens=self.max_completion_tokens,
             max_num_seqs=self.max_num_seqs,
             weight_bucket_mib=self.weight_bucket_mib,
             cpu_kv_cache_mib=self.cpu_kv_cache_mib,
         )
-        _require(self.cpus_per_worker >= 1, f"rollout.cpus_per_worker={self.cpus_per_worker} must be at least 1")
-        _require(
+        require(self.cpus_per_worker >= 1, f"rollout.cpus_per_worker={self.cpus_per_worker} must be at least 1")
+        require(
             self.top_k == -1 or self.top_k > 0, f"rollout.top_k={self.top_k} must be positive, or -1 for all tokens"
         )
-        _require(self.temperature > 0, f"rollout.temperature={self.temperature} must be positive: RL needs to explore")
-        _require(0 < self.top_p <= 1, f"rollout.top_p={self.top_p} must lie in (0, 1]")
-        _require(
+        require(self.temperature > 0, f"rollout.temperature={self.temperature} must be positive: RL needs to explore")
+        require(0 < self.top_p <= 1, f"rollout.top_p={self.top_p} must lie in (0, 1]")
+        require(
             0 < self.gpu_memory_fraction < 1,
             f"rollout.gpu_memory_fraction={self.gpu_memory_fraction} must lie between 0 and 1",
         )
-        _at_least("rollout", 0, max_staleness=self.max_staleness)
-        _at_least("rollout", 1, max_start_failures=self.max_start_failures)
+        at_least("rollout", 0, num_workers=self.num_workers, max_staleness=self.max_staleness)
+        at_least("rollout", 1, max_start_failures=self.max_start_failures)
         scale = self.autoscale
-        _require(
+        require(
             scale is None or scale.min <= self.num_workers <= scale.max,
             f"rollout.num_workers={self.num_workers} must lie between rollout.autoscale.min and .max, as the start",
         )
-        _require(
+        require(
             DEFAULT_KIND not in self.extra_kinds,
             f"rollout.extra_kinds.{DEFAULT_KIND} is what rollout.num_workers counts; give it another name",
         )
+        self.kinds()
 
     def kinds(self) -> "dict[str, tuple[RolloutConfig, dict[str, float]]]":
-        """Every kind of worker: its settings in full, and the Ray resources it asks for beside CPUs and GPUs."""
+        """Every kind of worker: its settings in full, and the Ray resources it asks for beside CPUs and GPUs.
+
+        Raises ConfigError where the settings of an extra kind are not valid.
+        """
         kinds: dict[str, tuple[RolloutConfig, dict[str, float]]] = {DEFAULT_KIND: (self, {})}
         for name, kind in self.extra_kinds.items():
             own = {k: v for k, v in vars(kind).items() if k != "resources" and v is not None}
-            kinds[name] = (replace(self, extra_kinds={}, **own), kind.resources)
+            try:
+                kinds[name] = (replace(self, extra_kinds={}, autoscale=None, **own), kind.resources)
+            except ConfigError as error:
+                raise ConfigError(str(error).replace("rollout.", f"{kind_key(name)}.")) from None
         return kinds
 
 
@@ -407,7 +411,12 @@ class PlacementConfig:
     timeout_s: float = 120.0  # for the cluster to grant the bundles
 
     def __post_init__(self) -> None:
-        _require(self.timeout_s > 0, f"placement.timeout_s={self.timeout_s} must be positive")
+        require(self.timeout_s > 0, f"placement.timeout_s={self.timeout_s} must be positive")
+
+    @property
+    def colocated(self) -> bool:
+        """Whether the other roles share the learner's GPUs."""
+        return self.mode == "colocate"
 
 
 @dataclass(frozen=True)
@@ -424,7 +433,7 @@ class TimeoutConfig:
 
     def __post_init__(self) -> None:
         for key, value in vars(self).items():
-            _require(value > 0, f"timeouts.{key}={value} must be positive")
+            require(value > 0, f"timeouts.{key}={value} must be positive")
 
 
 @dataclass(frozen=True)
@@ -438,8 +447,8 @@ class CheckpointConfig:
     max_restarts: int = 2  # of a run whose learner or another role died, from its last checkpoint
 
     def __post_init__(self) -> None:
-        _at_least("checkpoint", 0, every_steps=self.every_steps, max_restarts=self.max_restarts)
-        _at_least("checkpoint", 1, keep=self.keep)
+        at_least("checkpoint", 0, every_steps=self.every_steps, max_restarts=self.max_restarts)
+        at_least("checkpoint", 1, keep=self.keep)
 
 
 @dataclass(frozen=True)
@@ -485,35 +494,35 @@ class Config:
     ray: RayConfig = field(default_factory=RayConfig)
 
     def __post_init__(self) -> None:
-        _at_least("", 1, num_steps=self.num_steps)
-        _at_least("", 0, eval_every_steps=self.eval_every_steps)
+        at_least("", 1, num_steps=self.num_steps)
+        at_least("", 0, eval_every_steps=self.eval_every_steps)
+        at_least("rollout", 1, num_workers=self.rollout.num_workers)
         if self.algorithm.rollout_correction == "auto":
             correction = "token_truncate" if self.rollout.max_staleness > 0 else "none"
             object.__setattr__(self, "algorithm", replace(self.algorithm, rollout_correction=correction))
-        shared = self.placement.mode == "colocate"
         for key, wanted in {
             "rollout.max_staleness > 0": self.rollout.max_staleness > 0,
             "rollout.autoscale": self.rollout.autoscale is not None,
             "rollout.extra_kinds": bool(self.rollout.extra_kinds),
         }.items():
-            _require(
-                not (shared and wanted),
+            require(
+                not (self.placement.colocated and wanted),
                 f"{key} needs rollout workers with GPUs of their own, and placement.mode=colocate shares the "
                 "learner's; use placement.mode=separate",
             )
-        _require(
+        require(
             bool(self.reward.functions) or self.reward.model is not None,
             "reward: nothing gives a reward; set reward.functions (e.g. [{path: exact_match}]) or reward.model.path",
         )
         for role in ("learner", "critic", "reference"):
             budget = getattr(self, role).micro_batch_tokens
-            _require(
+            require(
                 budget >= self.max_sequence_tokens,
                 f"{role}.micro_batch_tokens={budget} cannot hold one sequence of data.max_prompt_tokens + "
                 f"rollout.max_completion_tokens = {self.max_sequence_tokens}; use at least that",
             )
-        _require(
-            self.placement.mode == "separate" or self._fits_shared_bundles(),
+        require(
+            not self.placement.colocated or self._fits_shared_bundles(),
             f"placement.mode=colocate puts rollout workers on the learner's {self.learner.num_ranks} ranks, but "
             f"rollout.num_workers={self.rollout.num_workers} x rollout.tensor_parallel_size="
             f"{self.rollout.tensor_parallel_size} does not fit them; use as many or fewer, a multiple of them with "
@@ -538,13 +547,12 @@ class Config:
     @property
     def rollout_workers_per_gpu(self) -> int:
         """More than one only in colocate mode, where several small engines hide each other's work on the CPU."""
-        return max(1, self.rollout.num_workers // self.num_shared_bundles) if self.placement.mode == "colocate" else 1
+        return max(1, self.rollout.num_workers // self.num_shared_bundles) if self.placement.colocated else 1
 
     @property
     def rollout_cache_tokens(self) -> int | None:
         """What one engine's KV cache need hold where it shares its GPU; None where it may have all that is left."""
-        shared = self.placement.mode == "colocate"
-        return self.rollout.max_num_seqs * self.max_sequence_tokens if shared else None
+        return self.rollout.max_num_seqs * self.max_sequence_tokens if self.placement.colocated else None
 
     @property
     def uses_reference(self) -> bool:
@@ -575,7 +583,7 @@ class PreferenceDataConfig:
     shuffle: bool = True
 
     def __post_init__(self) -> None:
-        _at_least("data", 1, max_tokens=self.max_tokens, eval_size=self.eval_size)
+        at_least("data", 1, max_tokens=self.max_tokens, eval_size=self.eval_size)
 
 
 @dataclass(frozen=True)
@@ -600,9 +608,9 @@ class RewardTrainingConfig:
     ray: RayConfig = field(default_factory=RayConfig)
 
     def __post_init__(self) -> None:
-        _at_least("config", 1, num_epochs=self.num_epochs, batch_pairs=self.batch_pairs)
-        _at_least("config", 0, eval_every_steps=self.eval_every_steps, center_coef=self.center_coef)
-        _require(
+        at_least("config", 1, num_epochs=self.num_epochs, batch_pairs=self.batch_pairs)
+        at_least("config", 0, eval_every_steps=self.eval_every_steps, center_coef=self.center_coef)
+        require(
             self.learner.micro_batch_tokens >= self.max_pair_tokens,
             f"learner.micro_batch_tokens={self.learner.micro_batch_tokens} cannot hold one pair of 2 x "
             f"(data.max_tokens + 1) = {self.max_pair_tokens} tokens; raise it to that, or lower data.max_tokens",
@@ -612,98 +620,3 @@ class RewardTrainingConfig:
     def max_pair_tokens(self) -> int:
         """Longest pair: two texts, and the one token appended to each to read the score at its end."""
         return 2 * (self.data.max_tokens + 1)
-
-
-def _read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
-    """Reads a recipe and what it extends, the extended file first."""
-    if path in seen:
-        raise ConfigError(f"{path}: extends itself through {' -> '.join(str(p) for p in seen)}")
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such config file")
-    try:
-        config = OmegaConf.load(path)
-    except Exception as error:  # yaml has no common base that OmegaConf re-exports
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(config, DictConfig):
-        raise ConfigError(f"{path}: must hold keys and values at its top level")
-    parent = config.pop("extends", None)
-    if parent is None:
-        return config
-    merged = OmegaConf.merge(_read_yaml((path.parent / str(parent)).resolve(), (*seen, path)), config)
-    assert isinstance(merged, DictConfig)
-    return merged
-
-
-def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[S] = Config) -> S:  # type: ignore[assignment]
-    """Merges defaults, the recipe at ``path`` and ``key=value`` overrides into a validated ``schema``.
-
-    Raises ConfigError with one line naming the key or file, what is wrong and what would work.
-    """
-    recipe = _read_yaml(Path(path).resolve())
-    return _build(schema, recipe, *(_read_override(override) for override in overrides))
-
-
-def _read_override(override: str) -> DictConfig:
-    if "=" not in override:
-        raise ConfigError(f"{override!r} is not key=value; for example rollout.num_workers=2")
-    try:
-        return OmegaConf.from_dotlist([override])
-    except Exception as error:  # as in _read_yaml
-        raise ConfigError(f"{override!r}: the value is not valid YAML; close its brackets, or quote it") from error
-
-
-def _build(schema: type[S], *layers: DictConfig) -> S:
-    base = OmegaConf.structured(schema)
-    try:
-        config = OmegaConf.to_object(OmegaConf.merge(base, *layers))
-    except ConfigError:
-        raise
-    except MissingMandatoryValue as error:
-        raise ConfigError(f"{_key_of(error)}: no value given, and there is no default") from error
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{_key_of(error)}: {str(error).splitlines()[0]}") from error
-    assert isinstance(config, schema)
-    return config
-
-
-def _key_of(error: OmegaConfBaseException) -> str:
-    return str(error.full_key or error.key or "config")
-
-
-def to_yaml(config: Config | RewardTrainingConfig) -> str:
-    """The whole configuration, defaults included, as YAML that ``load_config`` reads back."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
-
-
-def model_shape(path: str) -> dict[str, Any] | None:
-    """The ``config.json`` of a local model directory, or None for a hub id that is not on disk. Raises ConfigError."""
-    file = Path(path) / "config.json"
-    if not file.is_file():
-        return None
-    try:
-        shape = json.loads(file.read_text())
-        return shape.get("text_config", shape)
-    except (ValueError, AttributeError) as error:
-        raise ConfigError(f"model.path={path}: its config.json is not a JSON object ({error})") from error
-
-
-def validate_model(config: Config) -> None:
-    """Checks what needs the model's shape: tensor parallelism and context length. Raises ConfigError."""
-    shape = model_shape(config.model.path)
-    if shape is None:
-        return
-    heads, tp = shape.get("num_attention_heads"), config.rollout.tensor_parallel_size
-    if heads is not None:
-        kv_heads = shape.get("num_key_value_heads") or heads
-        fits = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
-        _require(
-            tp in fits,
-            f"rollout.tensor_parallel_size={tp} does not fit num_attention_heads={heads} "
-            f"and num_key_value_heads={kv_heads}; use {', '.join(map(str, fits))}",
-        )
-    limit = shape.get("max_position_embeddings")
-    _require(
-        limit is None or config.max_sequence_tokens <= limit,
-        f"data.max_prompt_tokens + rollout.max_completion_tokens = {config.max_sequence_tokens} exceeds the model's "
-        f"max_position_embeddings={limit}; lower one of them",
-    )

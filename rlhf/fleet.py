@@ -226,19 +226,21 @@ class Fleet:
         task.missing.remove(sample)
         self.completion_tokens = LENGTH_MEMORY * self.completion_tokens + (1 - LENGTH_MEMORY) * num_tokens
         if not task.missing:
-            for worker_id in task.holders:
-                self.workers[worker_id].tasks.discard(task_id)
-            del self.tasks[task_id]
+            self._drop(task_id)
         return True
 
     def cancel(self, task_ids: Iterable[int]) -> None:
         """Nobody needs these any more."""
         for task_id in task_ids:
-            task = self.tasks.pop(task_id)
-            for worker_id in task.holders:
-                self.workers[worker_id].tasks.discard(task_id)
-            if not task.holders:
-                self.queue.remove(task_id)
+            self._drop(task_id)
+
+    def _drop(self, task_id: int) -> None:
+        """Ends a task, wherever it is: it may be queued again when the last sample comes from a worker thought lost."""
+        task = self.tasks.pop(task_id)
+        for worker_id in task.holders:
+            self.workers[worker_id].tasks.discard(task_id)
+        if not task.holders:
+            self.queue.remove(task_id)
 
     def measured(self, worker_id: int, pace: float) -> None:
         """Tokens per second and sample over a stretch in which the worker had samples to run.

@@ -7,7 +7,7 @@ finished; then learner and critic score, then they train side by side. The GPU m
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from rlhf.config import Config, LearnerConfig, RewardTrainingConfig
+from rlhf.config import Config, LearnerConfig, RewardTrainingConfig, kind_key
 from rlhf.errors import ConfigError
 from rlhf.memory import (
     ALLOCATOR_SLACK,
@@ -58,20 +58,22 @@ class MemoryPlan:
                     f"{who}: {needed / GIB:.1f} GiB predicted to {phase}, the GPU has {self.device_bytes / GIB:.1f}; "
                     f"{self._remedy(gpu, phase)}"
                 )
-        engine = self.roles.get("rollout")
-        if engine is not None and engine.kv_cache <= 0:
-            assert isinstance(self.config, Config)
-            raise ConfigError(
-                f"rollout.gpu_memory_fraction={self.config.rollout.gpu_memory_fraction} leaves no KV cache: "
-                f"weights and activations take {(engine.weights + ENGINE_BYTES) / GIB:.1f} GiB; raise it, or "
-                "rollout.tensor_parallel_size"
-            )
+        if isinstance(self.config, Config):
+            for kind, (settings, _) in self.config.rollout.kinds().items():
+                key = kind_key(kind)
+                engine = self.roles[key]
+                if engine.kv_cache <= 0:
+                    raise ConfigError(
+                        f"{key}.gpu_memory_fraction={settings.gpu_memory_fraction} leaves no KV cache: weights and "
+                        f"activations take {(engine.weights + ENGINE_BYTES) / GIB:.1f} GiB; raise it, or "
+                        f"{key}.tensor_parallel_size"
+                    )
 
     def _remedy(self, gpu: str, phase: str) -> str:
         """The keys that would help most."""
         separate = ", or use placement.mode=separate" if gpu == "shared" else ""
         if phase == "generate":
-            return f"lower rollout.gpu_memory_fraction{separate}"
+            return f"lower {'rollout' if gpu == 'shared' else gpu}.gpu_memory_fraction{separate}"
         if phase == "score":
             key = {"shared": "reference", "reward_model": "reward.model"}.get(gpu, gpu)
             return f"lower {key}.micro_batch_tokens{separate}"
@@ -153,7 +155,7 @@ def _training(gpus: Mapping[str, Mapping[str, float]], role: str) -> float:
 def _roles(
     config: AnyConfig, device_bytes: float, checkpoints: Mapping[str, bool], offloads: Mapping[str, bool]
 ) -> dict[str, RoleMemory]:
-    """Every role that holds a model, learner first."""
+    """Every role that holds a model, learner first; of rollout workers every kind, under its key."""
     policy = read_shape(config.model.path)
     assert policy is not None
     element_bytes = 4 if config.model.dtype == "float32" else 2
@@ -206,21 +208,24 @@ def _roles(
             lm_head=False,
             element_bytes=element_bytes,
         )
-    roles["rollout"] = rollout_memory(
-        policy,
-        budget_bytes=config.rollout.gpu_memory_fraction * device_bytes / config.rollout_workers_per_gpu,
-        tensor_parallel_size=config.rollout.tensor_parallel_size,
-        cache_tokens=config.rollout_cache_tokens,
-        element_bytes=element_bytes,
-    )
+    for kind, (settings, _) in config.rollout.kinds().items():
+        roles[kind_key(kind)] = rollout_memory(
+            policy,
+            budget_bytes=settings.gpu_memory_fraction * device_bytes / config.rollout_workers_per_gpu,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            cache_tokens=config.rollout_cache_tokens,
+            element_bytes=element_bytes,
+        )
     return roles
 
 
 def _phases(config: AnyConfig, roles: Mapping[str, RoleMemory]) -> dict[str, dict[str, float]]:
     """Bytes on each kind of GPU in each phase."""
     learners = [role for role in ("learner", "critic") if role in roles]
-    if isinstance(config, RewardTrainingConfig) or config.placement.mode == "separate":
-        phase = dict.fromkeys(learners, "train") | {"rollout": "generate"}
+    if isinstance(config, RewardTrainingConfig):
+        return {role: {"train": roles[role].peak} for role in learners}
+    if not config.placement.colocated:
+        phase = dict.fromkeys(learners, "train") | {kind_key(kind): "generate" for kind in config.rollout.kinds()}
         return {role: {phase.get(role, "score"): memory.peak} for role, memory in roles.items()}
     bundles = config.num_shared_bundles
     ranks = {

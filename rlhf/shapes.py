@@ -1,10 +1,12 @@
 """The shape of a dense Llama-like model, which FLOPs, bytes and memory follow from."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from rlhf.config import model_shape
+from rlhf.errors import ConfigError
 
 NEEDED_KEYS = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -80,6 +82,18 @@ class ModelShape:
     def parameters(self, *, lm_head: bool) -> int:
         """All of them, as ``outer_parameters`` counts."""
         return self.body_parameters + self.outer_parameters(lm_head=lm_head)
+
+
+def model_shape(path: str) -> dict[str, Any] | None:
+    """The ``config.json`` of a local model directory, or None for a hub id that is not on disk. Raises ConfigError."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        shape = json.loads(file.read_text())
+        return shape.get("text_config", shape)
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"model.path={path}: its config.json is not a JSON object ({error})") from error
 
 
 def read_shape(path: str) -> ModelShape | None:

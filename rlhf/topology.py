@@ -78,7 +78,7 @@ def plan_topology(config: Config | RewardTrainingConfig, device: Device) -> Topo
     if isinstance(config, RewardTrainingConfig):
         group, own = _own_group("learner", config.learner.num_ranks, config.learner.cpus_per_rank, device)
         return Topology(device, (group,), {"learner": own})
-    groups, slots = (_shared if config.placement.mode == "colocate" else _separate)(config, device)
+    groups, slots = (_shared if config.placement.colocated else _separate)(config, device)
     if config.reward.functions:
         groups.append(GroupSpec("reward", ({"CPU": 1.0},) * config.reward.num_workers, "PACK"))
         slots["reward"] = tuple(Slot("reward", i, 1.0, 0.0) for i in range(config.reward.num_workers))

@@ -89,7 +89,7 @@ class Roofline:
         """
         known = config.model.dtype != "float32"
         critic_ranks = config.critic.num_ranks if config.uses_critic else 0
-        colocated = config.placement.mode == "colocate"
+        colocated = config.placement.colocated
         return cls(
             policy=policy,
             critic=critic,

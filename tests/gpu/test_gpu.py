@@ -19,9 +19,9 @@ from actors.cluster import Cluster, connect
 from jobs.prepare import prepare_random
 from rlhf.algorithms import make_algorithm
 from rlhf.batch import Prompt, Rollout, pack
-from rlhf.config import load_config
 from rlhf.data import load_prompts
 from rlhf.driver import Roles
+from rlhf.recipes import load_config
 from rlhf.rewards import combine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

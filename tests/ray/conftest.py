@@ -8,8 +8,9 @@ import ray
 from omegaconf import OmegaConf
 
 from actors.cluster import Cluster
-from rlhf.config import Config, load_config
+from rlhf.config import Config
 from rlhf.driver import Roles
+from rlhf.recipes import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster as Nodes
 
-from rlhf.config import load_config
+from rlhf.recipes import load_config
 from tests.ray.chaos import recorded_run, until
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,9 +16,10 @@ from actors.learner import CriticActor
 from actors.roles import LearnerGroup
 from jobs.train_reward import train_reward
 from rlhf.batch import Prompt, Rollout
-from rlhf.config import Config, RewardTrainingConfig, load_config
+from rlhf.config import Config, RewardTrainingConfig
 from rlhf.frozen import RewardModel, answer_tokens, last_token_batch
 from rlhf.models import load_scalar
+from rlhf.recipes import load_config
 
 pytestmark = pytest.mark.ray
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config import Config, RewardTrainingConfig, load_config, to_yaml, validate_model
+from rlhf.config import Config, RewardTrainingConfig
 from rlhf.errors import ConfigError
+from rlhf.recipes import load_config, to_yaml, validate_model
 
 RECIPES = sorted((Path(__file__).parents[2] / "conf").glob("*.yaml"))
 GOOD = """
@@ -128,6 +129,11 @@ def test_a_kind_of_worker_takes_what_it_does_not_say_from_the_pool(tmp_path: Pat
     assert resources == {"h100": 1}
 
 
+def test_a_kind_may_begin_with_no_worker_beside_a_pool_that_scales(tmp_path: Path) -> None:
+    overrides = ["rollout.autoscale={min: 1, max: 2}", "rollout.extra_kinds.big.num_workers=0"]
+    assert load_config(write(tmp_path, GOOD), overrides).rollout.kinds()["big"][0].num_workers == 0
+
+
 def test_config_is_frozen(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, GOOD))
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -199,6 +205,8 @@ def test_config_is_frozen(tmp_path: Path) -> None:
         (["rollout.autoscale={min: 3, max: 2}"], ["rollout.autoscale.max=2", "rollout.autoscale.min=3"]),
         (["rollout.autoscale={min: 2, max: 4}"], ["rollout.num_workers=1", "rollout.autoscale.min"]),
         (["rollout.extra_kinds.default.num_workers=2"], ["rollout.extra_kinds.default", "another name"]),
+        (["rollout.extra_kinds.big.max_num_seqs=0"], ["rollout.extra_kinds.big.max_num_seqs=0", "at least 1"]),
+        (["rollout.num_workers=0"], ["rollout.num_workers=0", "at least 1"]),
         (["rollout.max_staleness=-1"], ["rollout.max_staleness=-1", "at least 0"]),
         (["rollout.num_workers"], ["'rollout.num_workers' is not key=value", "for example"]),
     ],
@@ -268,6 +276,12 @@ def test_tensor_parallelism_must_divide_the_heads(tmp_path: Path) -> None:
     shape = {"num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 4096}
     config = with_model(tmp_path, shape, "rollout.tensor_parallel_size=3")
     with pytest.raises(ConfigError, match=r"rollout\.tensor_parallel_size=3 .*num_attention_heads=14.*; use 1, 2"):
+        validate_model(config)
+
+
+def test_tensor_parallelism_of_every_kind_must_divide_the_heads(tmp_path: Path) -> None:
+    config = with_model(tmp_path, {"num_attention_heads": 4}, "rollout.extra_kinds.big.tensor_parallel_size=3")
+    with pytest.raises(ConfigError, match=r"rollout\.extra_kinds\.big\.tensor_parallel_size=3 .*; use 1, 2, 4"):
         validate_model(config)
 
 

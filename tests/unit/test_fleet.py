@@ -61,6 +61,16 @@ def test_a_failed_workers_unfinished_samples_go_elsewhere_first() -> None:
     assert other in fleet.workers[1].tasks
 
 
+def test_a_late_sample_may_end_a_task_that_is_queued_again() -> None:
+    fleet = live_fleet(8)
+    task = fleet.enqueue(prompt_tokens=1, num_samples=1)
+    fleet.dispatch()
+    fleet.fail(0)
+    assert fleet.sample_done(task, 0, num_tokens=5)
+    assert not fleet.queue and not fleet.tasks
+    assert fleet.dispatch() == []
+
+
 def test_no_worker_serves_an_old_version() -> None:
     fleet = live_fleet(8)
     with pytest.raises(AssertionError, match="old weight version"):
@@ -199,6 +209,7 @@ class RandomHistory(RuleBasedStateMachine):
 
     @invariant()
     def every_task_is_in_one_place(self) -> None:
+        assert set(self.fleet.queue) <= set(self.fleet.tasks), "queued, but over"
         for task in self.fleet.tasks.values():
             assert (task.id in self.fleet.queue) != bool(task.holders), "queued or held, never both or neither"
             assert list(self.fleet.queue).count(task.id) <= 1
@@ -226,4 +237,4 @@ class RandomHistory(RuleBasedStateMachine):
 
 
 TestRandomHistories = RandomHistory.TestCase
-TestRandomHistories.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestRandomHistories.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)

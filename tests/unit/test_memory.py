@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from actors.transport import NUM_SLOTS
-from rlhf.config import Config, LearnerConfig, RewardTrainingConfig, load_config
+from rlhf.config import Config, LearnerConfig, RewardTrainingConfig
 from rlhf.errors import ConfigError
 from rlhf.memory import (
     GIB,
@@ -22,6 +22,7 @@ from rlhf.memory import (
     training_bytes,
 )
 from rlhf.memory_plan import plan_memory
+from rlhf.recipes import load_config
 from rlhf.shapes import ModelShape
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -273,6 +274,12 @@ def test_optimiser_leaves_where_vllm_cannot_wake_beside_it(tmp_path: Path) -> No
             "grpo_7b_2x8a100.yaml",
             ["rollout.gpu_memory_fraction=0.1"],
             ["rollout.gpu_memory_fraction=0.1", "KV cache", "rollout.tensor_parallel_size"],
+        ),
+        (
+            QWEN_7B,
+            "grpo_7b_2x8a100.yaml",
+            ["rollout.extra_kinds.small.gpu_memory_fraction=0.1"],
+            ["rollout.extra_kinds.small.gpu_memory_fraction=0.1", "rollout.extra_kinds.small.tensor_parallel_size"],
         ),
         (
             QWEN_15B,

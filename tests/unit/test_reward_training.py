@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf.config import RewardTrainingConfig, load_config, to_yaml
+from rlhf.config import RewardTrainingConfig
 from rlhf.errors import ConfigError
 from rlhf.packing import plan_micro_batches
+from rlhf.recipes import load_config, to_yaml
 from rlhf.reward_training import preference_loss
 
 RECIPE = Path(__file__).parents[2] / "conf" / "reward_tiny.yaml"

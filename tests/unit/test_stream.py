@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.batch import Prompt, Rollout
-from rlhf.config import Config, load_config
+from rlhf.config import Config
+from rlhf.recipes import load_config
 from rlhf.stream import GroupStream, choose_batch, sample_once
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from rlhf.config import Config, load_config
+from rlhf.config import Config
 from rlhf.errors import ClusterError, ConfigError
+from rlhf.recipes import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 submit = pytest.importorskip("jobs.submit")  # Ray's job client is an extra of Ray

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config import Config, load_config
+from rlhf.config import Config
+from rlhf.recipes import load_config
 from rlhf.topology import Slot, plan_topology
 
 ROOT = Path(__file__).resolve().parents[2]

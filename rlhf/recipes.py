@@ -1,0 +1,102 @@
+"""Recipes: YAML and ``key=value`` in, a validated configuration out.
+
+``load_config`` merges, in this order: the defaults in ``rlhf.config``, the file named by the recipe's ``extends:`` key
+(recursively), the recipe, and the command line's ``key=value`` pairs.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from rlhf.config import Config, RewardTrainingConfig, kind_key, require
+from rlhf.errors import ConfigError
+from rlhf.shapes import model_shape
+
+S = TypeVar("S")
+
+
+def _read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
+    """Reads a recipe and what it extends, the extended file first."""
+    if path in seen:
+        raise ConfigError(f"{path}: extends itself through {' -> '.join(str(p) for p in seen)}")
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such config file")
+    try:
+        config = OmegaConf.load(path)
+    except Exception as error:  # yaml has no common base that OmegaConf re-exports
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(config, DictConfig):
+        raise ConfigError(f"{path}: must hold keys and values at its top level")
+    parent = config.pop("extends", None)
+    if parent is None:
+        return config
+    merged = OmegaConf.merge(_read_yaml((path.parent / str(parent)).resolve(), (*seen, path)), config)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[S] = Config) -> S:  # type: ignore[assignment]
+    """Merges defaults, the recipe at ``path`` and ``key=value`` overrides into a validated ``schema``.
+
+    Raises ConfigError with one line naming the key or file, what is wrong and what would work.
+    """
+    recipe = _read_yaml(Path(path).resolve())
+    return _build(schema, recipe, *(_read_override(override) for override in overrides))
+
+
+def _read_override(override: str) -> DictConfig:
+    if "=" not in override:
+        raise ConfigError(f"{override!r} is not key=value; for example rollout.num_workers=2")
+    try:
+        return OmegaConf.from_dotlist([override])
+    except Exception as error:  # as in _read_yaml
+        raise ConfigError(f"{override!r}: the value is not valid YAML; close its brackets, or quote it") from error
+
+
+def _build(schema: type[S], *layers: DictConfig) -> S:
+    base = OmegaConf.structured(schema)
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(base, *layers))
+    except ConfigError:
+        raise
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{_key_of(error)}: no value given, and there is no default") from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{_key_of(error)}: {str(error).splitlines()[0]}") from error
+    assert isinstance(config, schema)
+    return config
+
+
+def _key_of(error: OmegaConfBaseException) -> str:
+    return str(error.full_key or error.key or "config")
+
+
+def to_yaml(config: Config | RewardTrainingConfig) -> str:
+    """The whole configuration, defaults included, as YAML that ``load_config`` reads back."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def validate_model(config: Config) -> None:
+    """Checks what needs the model's shape: tensor parallelism and context length. Raises ConfigError."""
+    shape = model_shape(config.model.path)
+    if shape is None:
+        return
+    heads = shape.get("num_attention_heads")
+    if heads is not None:
+        kv_heads = shape.get("num_key_value_heads") or heads
+        fits = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        for kind, (settings, _) in config.rollout.kinds().items():
+            require(
+                settings.tensor_parallel_size in fits,
+                f"{kind_key(kind)}.tensor_parallel_size={settings.tensor_parallel_size} does not fit "
+                f"num_attention_heads={heads} and num_key_value_heads={kv_heads}; use {', '.join(map(str, fits))}",
+            )
+    limit = shape.get("max_position_embeddings")
+    require(
+        limit is None or config.max_sequence_tokens <= limit,
+        f"data.max_prompt_tokens + rollout.max_completion_tokens = {config.max_sequence_tokens} exceeds the model's "
+        f"max_position_embeddings={limit}; lower one of them",
+    )
