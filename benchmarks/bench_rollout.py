@@ -35,6 +35,7 @@ from rlhf.data import load_prompts
 from rlhf.roofline import decode_bytes, device_peaks
 from rlhf.shapes import read_shape
 
+DEADLINE_S = 600.0  # of a start, of one generation
 TINY = ["sequences=8", "group=4", "prompt_words=4", "completion=8", "repeats=1"]
 
 
@@ -81,7 +82,7 @@ def worker_spec(model: str, variant: Variant, prompt_tokens: int) -> WorkerSpec:
         trust_remote_code=False,
         max_model_tokens=prompt_tokens + variant.completion,
         device="gpu" if torch.cuda.is_available() else "cpu",
-        colocated=False,
+        colocated=variant.workers > 1,  # what is free on the GPU is not all theirs: their caches are sized by need
         workers_on_gpu=variant.workers,
         logprobs=variant.logprobs,
         seed=0,
@@ -144,7 +145,18 @@ def child_generate(requests: list[Request]) -> Timing:
 
 
 def child_stop() -> None:
-    WORKER[0].stop()
+    for worker in WORKER:
+        worker.stop()
+
+
+@contextlib.contextmanager
+def child_process() -> Iterator[ProcessPoolExecutor]:
+    """A process of its own for one worker, which ends with the context, and vLLM's with it."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as child:
+        try:
+            yield child
+        finally:
+            child.submit(child_stop).result(timeout=DEADLINE_S)
 
 
 def idle(ready: Any) -> None:
@@ -196,24 +208,21 @@ def measure(model: str, variant: Variant, device: str) -> Row:
     shares = [[r for r in requests if r.prompt.id % variant.workers == w] for w in range(variant.workers)]
     spec = worker_spec(model, variant, max(len(p.token_ids) for p in prompts))
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // variant.workers))} if device == "cpu" else {}
-    spawn = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
         stack.enter_context(environment(threads | worker_env(spec.device) | variant.env))
         stack.enter_context(idle_processes(variant.idle_processes))
-        children = [stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn)) for _ in shares]
+        children = [stack.enter_context(child_process()) for _ in shares]
         started = time.monotonic()
         for start in [child.submit(child_start, spec) for child in children]:
-            start.result()
+            start.result(timeout=DEADLINE_S)
         start_s = time.monotonic() - started
         times = []
         lengths: list[tuple[int, int]] = []
         for _ in range(1 + variant.repeats):
             calls = [child.submit(child_generate, share) for child, share in zip(children, shares, strict=True)]
-            done = [call.result() for call in calls]
+            done = [call.result(timeout=DEADLINE_S) for call in calls]
             times.append(max(timing.ended for timing in done) - min(timing.started for timing in done))
             lengths = [pair for timing in done for pair in timing.lengths]
-        for child in children:
-            child.submit(child_stop).result()
     times = times[1:]
     seconds = statistics.median(times)
     row: Row = {

@@ -48,6 +48,7 @@ def ours(args: argparse.Namespace) -> Row:
         **{f"{phase}_s": done.median(f"time/{phase}_s") for phase in PHASES},
         "completion_tokens": [round(mean * args.prompts * args.group) for mean in mean_lengths],
         "peak_gpu_gib": peak.gib,
+        **{f"{role}_gib": memory["gpu"] for role, memory in done.summary["peak_memory_gib"].items() if "gpu" in memory},
         "version": done.summary["versions"]["rlhf"],
     }
 

@@ -43,6 +43,7 @@ def live(request: pytest.FixtureRequest, model: Path) -> Iterator:
             f"placement.mode={request.param}",
             "rollout.logprobs=true",
             "rollout.enforce_eager=true",
+            "rollout.num_workers=1",
         ),
         *("algorithm.prompts_per_step=8", "rollout.max_completion_tokens=64", "rollout.gpu_memory_fraction=0.3"),
     ]
