@@ -52,6 +52,7 @@ def connect(config: Config | RewardTrainingConfig) -> Iterator[None]:
         device: Device = "gpu" if has_local_gpu() and config.placement.device != "cpu" else "cpu"
         needed = plan_topology(config, device).totals()
         ray.init(
+            address="local",  # whatever else runs on this machine
             # logical: roles take turns on the real ones; some to spare, for `rlhf scale`
             num_cpus=max(os.cpu_count() or 1, int(needed["CPU"]) + 1 + SPARE_CPUS),
             include_dashboard=False,

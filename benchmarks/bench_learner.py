@@ -23,6 +23,7 @@ from rlhf.config import AlgorithmConfig, LearnerConfig
 from rlhf.engine import Engine, init_distributed, local_rank_device, resolve_dtype
 from rlhf.learner import PolicyLearner
 from rlhf.models import load_policy
+from rlhf.packing import batch_spans
 from rlhf.roofline import device_peaks, update_flops
 from rlhf.shapes import ModelShape
 
@@ -33,19 +34,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "compile": {"zero_stage": 1, "gradient_checkpointing": False, "compile": True},
     "compile-32k": {"zero_stage": 1, "gradient_checkpointing": False, "compile": True, "micro_batch_tokens": 32768},
     "compile-chunk4k": {"zero_stage": 1, "gradient_checkpointing": False, "compile": True, "logits_chunk_tokens": 4096},
+    "compile-share": {"zero_stage": 1, "gradient_checkpointing": False, "compile": True, "share_prompts": True},
 }
+GROUP = 8  # completions per prompt
 
 
 def ragged_batch(num_sequences: int, prompt_tokens: int, median: int, longest: int, vocab: int) -> TrainBatch:
-    """Completion lengths lognormal around ``median``, at most ``longest``; median = longest gives equal lengths."""
+    """Groups of GROUP completions. Lengths lognormal around ``median``, at most ``longest``; median = longest gives
+    equal lengths."""
     generator = torch.Generator().manual_seed(0)
     spread = 0.0 if median == longest else 0.7
     drawn = torch.exp(math.log(median) + spread * torch.randn(num_sequences, generator=generator))
     completions = drawn.round().long().clamp(1, longest)
     prompts = torch.full_like(completions, prompt_tokens)
     num_tokens = int(completions.sum())
+    tails = torch.randint(3, vocab, (num_tokens,), generator=generator).split(completions.tolist())
+    heads = torch.randint(3, vocab, (-(-num_sequences // GROUP), prompt_tokens), generator=generator)
     return TrainBatch(
-        tokens=torch.randint(3, vocab, (int((prompts + completions).sum()),), generator=generator),
+        tokens=torch.cat([part for i, tail in enumerate(tails) for part in (heads[i // GROUP], tail)]),
         prompt_lengths=prompts,
         completion_lengths=completions,
         truncated=torch.zeros(num_sequences, dtype=torch.bool),
@@ -68,7 +74,7 @@ def measure(model: str, batch: TrainBatch, variant: dict[str, Any], repeats: int
         return load_policy(model, dtype=dtype, temperature=1.0, chunk_tokens=config.logits_chunk_tokens)
 
     engine = Engine(load, config, dtype=dtype, device=device, total_steps=10)
-    algorithm = AlgorithmConfig(prompts_per_step=batch.num_sequences // 8, group_size=8)
+    algorithm = AlgorithmConfig(prompts_per_step=batch.num_sequences // GROUP, group_size=GROUP)
     learner = PolicyLearner(engine, algorithm, seed=0, max_completion_tokens=longest)
     started = time.perf_counter()
     learner.update(batch)
@@ -83,8 +89,8 @@ def measure(model: str, batch: TrainBatch, variant: dict[str, Any], repeats: int
     seconds = sorted(times)[len(times) // 2]
     num_tokens = len(batch.tokens)
     shape = ModelShape.of(engine.model.lm.config.to_dict())
-    lengths = batch.sequence_lengths.tolist()
-    flops = update_flops(shape, lengths, batch.num_completion_tokens) if shape is not None else math.nan
+    spans = batch_spans(batch, share_prompts=config.share_prompts)
+    flops = update_flops(shape, spans, batch.num_completion_tokens) if shape is not None else math.nan
     peaks = device_peaks(torch.cuda.get_device_name()) if device.type == "cuda" else None
     return {
         "first_s": first,

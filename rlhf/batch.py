@@ -8,6 +8,7 @@ Two layouts, no padding in either. Over S sequences, N completion tokens in all:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,14 @@ class TrainBatch:
     def sequence_lengths(self) -> Tensor:
         """int64 [S]: prompt plus completion."""
         return self.prompt_lengths + self.completion_lengths
+
+    def prompt_runs(self) -> list[range]:
+        """Neighbouring sequences with the same prompt, as long stretches as there are; together all sequences."""
+        starts = torch.cumsum(self.sequence_lengths, 0) - self.sequence_lengths
+        lengths = self.prompt_lengths.tolist()
+        prompts = [self.tokens[a : a + n] for a, n in zip(starts.tolist(), lengths, strict=True)]
+        new = [i for i in range(1, len(prompts)) if not torch.equal(prompts[i - 1], prompts[i])]
+        return [range(a, b) for a, b in pairwise([0, *new, len(prompts)])]
 
     def select(self, indices: Sequence[int]) -> "TrainBatch":
         """The sub-batch of these sequences, in this order."""

@@ -202,6 +202,7 @@ class LearnerConfig:
     # torch.compile the decoder layers, of reference and reward model too on a GPU; needs zero_stage < 3
     compile: bool = False
     micro_batch_tokens: int = 8192  # token budget of one packed forward
+    share_prompts: bool = False  # completions of a group compute their prompt once per micro-batch, not each for itself
     logits_chunk_tokens: int = 1024  # the LM head runs on so many tokens at once
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     cpus_per_rank: int = 1

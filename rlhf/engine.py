@@ -196,7 +196,8 @@ class Engine:
         return torch.nn.utils.get_total_norm(gradients)
 
     def _inputs(self, batch: TrainBatch | None) -> PackedInputs:
-        return packed_inputs(_dummy_batch() if batch is None else batch, self.device)
+        batch = _dummy_batch() if batch is None else batch
+        return packed_inputs(batch, self.device, share_prompts=self.config.share_prompts)
 
     def _sum_over_ranks(self, sums: dict[str, Tensor]) -> dict[str, float]:
         values = torch.stack(list(sums.values())).tolist() if sums else []  # waits for the device once

@@ -23,7 +23,7 @@ from rlhf.algorithms.losses import (
 from rlhf.batch import TrainBatch, merge_scores
 from rlhf.config import AlgorithmConfig
 from rlhf.engine import Engine, LossFn
-from rlhf.packing import plan_micro_batches, split_minibatches
+from rlhf.packing import Unit, plan_micro_batches, prompt_units, split_minibatches
 
 Part = tuple[list[int], Tensor]
 
@@ -42,21 +42,23 @@ CRITIC_NAMES = {"loss": "loss/value_avg", "value/clip_ratio": "val/clipfrac_avg"
 class PackedLearner:
     """Spreads a batch over ranks and micro-batches."""
 
-    unit = 1  # so many neighbouring sequences of a batch stay in one micro-batch
-
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
     def _micro_batches(self, batch: TrainBatch) -> list[list[int]]:
         """This rank's micro-batches of a batch that every rank holds, as sequence indices; some may be empty."""
         plan = plan_micro_batches(
-            batch.sequence_lengths.tolist(),
+            self._units(batch),
             num_ranks=self.engine.world_size,
             token_budget=self.engine.config.micro_batch_tokens,
             hidden_size=self.engine.model.lm.config.hidden_size,
-            unit=self.unit,
         )
         return plan[self.engine.rank]
+
+    def _units(self, batch: TrainBatch) -> list[Unit]:
+        """What of a batch stays in one micro-batch."""
+        config = self.engine.config
+        return prompt_units(batch, share_prompts=config.share_prompts, token_budget=config.micro_batch_tokens)
 
     def _score(self, batch: TrainBatch, pick: Callable[[Any], Tensor]) -> Part:
         """(sequence indices, [n] scores of their completion tokens) of this rank's share."""
@@ -99,7 +101,8 @@ class BatchLearner(PackedLearner):
         steps = []
         for _ in range(self.config.num_epochs):
             order = torch.randperm(batch.num_sequences, generator=shuffle).tolist()
-            steps += [batch.select(part) for part in split_minibatches([order], self.config.num_minibatches)]
+            # in order again within each: sequences that share their prompt are neighbours then
+            steps += [batch.select(sorted(part)) for part in split_minibatches([order], self.config.num_minibatches)]
         return steps
 
 

@@ -5,7 +5,7 @@ sequence border, positions restart at each, and vocabulary-sized logits exist fo
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -23,30 +23,82 @@ PACKED_ATTENTION = "rlhf_packed"
 
 @dataclass(frozen=True)
 class PackedInputs:
-    """One micro-batch on its device. T tokens, S sequences, N completion tokens."""
+    """One micro-batch on its device: spans of tokens, each attending to its own and perhaps to a prompt before it.
+
+    T tokens, B spans, N completion tokens. A span is a whole sequence; or, where sequences share their prompt, the
+    prompt, or a completion that attends to it.
+    """
 
     tokens: Tensor  # int64 [T]
-    positions: Tensor  # int64 [T], restarting at every sequence
-    borders: Tensor  # int32 [S + 1], where sequences start; the last entry is T
+    positions: Tensor  # int64 [T], within each sequence
+    borders: Tensor  # int32 [B + 1], where spans start; the last entry is T
+    key_borders: Tensor  # int32 [B + 1], the same of what they attend to
     max_length: int
+    max_keys: int
     predictors: Tensor  # int64 [N]: the position whose hidden state predicts each completion token
     targets: Tensor  # int64 [N]: the completion tokens themselves
+    attended: Tensor | None  # int64 [K]: the tokens that the spans attend to, one span after the other; None: its own
 
 
-def packed_inputs(batch: TrainBatch, device: torch.device) -> PackedInputs:
-    """The model inputs of a packed batch (whole sequences, prompt then completion)."""
-    lengths = batch.sequence_lengths
-    ends = torch.cumsum(lengths, 0)
-    starts = ends - lengths
-    positions = torch.arange(len(batch.tokens)) - starts.repeat_interleave(lengths)
-    is_completion = positions >= batch.prompt_lengths.repeat_interleave(lengths)
-    completion = is_completion.nonzero(as_tuple=True)[0]
-    parts = [batch.tokens, positions, completion - 1, F.pad(ends, (1, 0))]
+def packed_inputs(batch: TrainBatch, device: torch.device, *, share_prompts: bool = False) -> PackedInputs:
+    """The model inputs of a packed batch. ``share_prompts``: neighbours with the same prompt compute it once."""
+    starts = (torch.cumsum(batch.sequence_lengths, 0) - batch.sequence_lengths).tolist()
+    prompts, completions = batch.prompt_lengths.tolist(), batch.completion_lengths.tolist()
+    sources, positions, attended, predictors, spans = [], [], [], [], []  # all but the last in ranges
+    num_tokens = 0
+
+    def add_span(source: range, position: int, before: range) -> range:
+        """Takes ``source`` of the batch's tokens, which attend to ``before`` and to themselves; where they are now."""
+        nonlocal num_tokens
+        own = range(num_tokens, num_tokens + len(source))
+        num_tokens = own.stop
+        sources.append(source)
+        positions.append(range(position, position + len(source)))
+        attended.extend((before, own))
+        spans.append((len(source), len(before) + len(source)))
+        return own
+
+    for run in batch.prompt_runs() if share_prompts else [range(i, i + 1) for i in range(batch.num_sequences)]:
+        start, prompt = starts[run.start], prompts[run.start]
+        if len(run) == 1:
+            own = add_span(range(start, start + prompt + completions[run.start]), 0, range(0))
+            predictors.append(own[prompt - 1 : -1])
+            continue
+        shared = add_span(range(start, start + prompt), 0, range(0))
+        for i in run:
+            completion = range(starts[i] + prompt, starts[i] + prompt + completions[i])
+            own = add_span(completion, prompt, shared)
+            predictors += [shared[-1:], own[:-1]]
+    lengths, num_keys = torch.tensor(spans).unbind(1)
+    ends = [range(a + n, a + n + m) for a, n, m in zip(starts, prompts, completions, strict=True)]
+    parts = [
+        batch.tokens[_indices(sources)],
+        _indices(positions),
+        F.pad(lengths.cumsum(0), (1, 0)),
+        F.pad(num_keys.cumsum(0), (1, 0)),
+        _indices(predictors),
+        batch.tokens[_indices(ends)],
+        _indices(attended) if len(spans) > batch.num_sequences else torch.empty(0, dtype=torch.long),
+    ]
     whole = torch.cat(parts)
     if device.type == "cuda":  # one copy that nobody waits for
         whole = whole.pin_memory().to(device, non_blocking=True)
-    tokens, positions, predictors, borders = whole.split([len(part) for part in parts])
-    return PackedInputs(tokens, positions, borders.int(), int(lengths.max()), predictors, tokens[predictors + 1])
+    tokens, places, borders, key_borders, predicting, targets, keys = whole.split([len(part) for part in parts])
+    return PackedInputs(
+        tokens=tokens,
+        positions=places,
+        borders=borders.int(),
+        key_borders=key_borders.int(),
+        max_length=int(lengths.max()),
+        max_keys=int(num_keys.max()),
+        predictors=predicting,
+        targets=targets,
+        attended=keys if len(keys) else None,
+    )
+
+
+def _indices(ranges: Sequence[range]) -> Tensor:
+    return torch.cat([torch.arange(r.start, r.stop) for r in ranges])
 
 
 def _packed_attention(
@@ -58,14 +110,20 @@ def _packed_attention(
     *,
     scaling: float | None = None,
     cu_seq_lens_q: Tensor,
+    cu_seq_lens_k: Tensor,
     max_length_q: int,
+    max_length_k: int,
+    attended: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence of a packed row: q ``[1, heads, T, d]``, k and v ``[1, kv_heads, T, d]``.
+    """Causal attention within each span of a packed row: q ``[1, heads, T, d]``, k and v ``[1, kv_heads, T, d]``.
 
-    CUDA: one variable-length kernel. CPU: one exact call per sequence (block-diagonal, and no work off the diagonal).
-    Returns ``[1, T, heads, d]`` as transformers expects it.
+    A span's last token sees all that the span attends to, the token before it one less, and so on. CUDA: one
+    variable-length kernel. CPU: one exact call per span (block-diagonal, and no work off the diagonal). Returns
+    ``[1, T, heads, d]`` as transformers expects it.
     """
+    if attended is not None:  # the gradients of a prompt's copies add up in float32
+        key, value = (t.float().index_select(2, attended).to(t.dtype) for t in (key, value))
     if query.is_cuda:
         from torch.nn.attention.varlen import varlen_attn
 
@@ -74,16 +132,16 @@ def _packed_attention(
         q = query[0].transpose(0, 1).contiguous()
         k, v = (_repeat_heads(t[0].transpose(0, 1), repeats) for t in (key, value))
         out = varlen_attn(
-            q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, window_size=(-1, 0), scale=scaling
+            q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, window_size=(-1, 0), scale=scaling
         )
         assert isinstance(out, Tensor)
         return out[None], None
-    pieces = [
-        F.scaled_dot_product_attention(
-            query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], is_causal=True, scale=scaling, enable_gqa=True
-        )
-        for a, b in _spans(cu_seq_lens_q)
-    ]
+    pieces = []
+    for (a, b), (c, d) in zip(_slices(cu_seq_lens_q), _slices(cu_seq_lens_k), strict=True):
+        whole = b - a == d - c
+        mask = None if whole else torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a))
+        q, k, v = query[:, :, a:b], key[:, :, c:d], value[:, :, c:d]
+        pieces.append(F.scaled_dot_product_attention(q, k, v, mask, is_causal=whole, scale=scaling, enable_gqa=True))
     return torch.cat(pieces, dim=2).transpose(1, 2), None
 
 
@@ -93,7 +151,7 @@ def _repeat_heads(packed: Tensor, repeats: int) -> Tensor:
     return packed[:, :, None].expand(tokens, heads, repeats, width).reshape(tokens, heads * repeats, width).contiguous()
 
 
-def _spans(borders: Tensor) -> list[tuple[int, int]]:
+def _slices(borders: Tensor) -> list[tuple[int, int]]:
     return list(pairwise(borders.tolist()))
 
 
@@ -203,9 +261,10 @@ class PackedModel(nn.Module):
             position_ids=inputs.positions[None],
             use_cache=False,
             cu_seq_lens_q=inputs.borders,
-            cu_seq_lens_k=inputs.borders,
+            cu_seq_lens_k=inputs.key_borders,
             max_length_q=inputs.max_length,
-            max_length_k=inputs.max_length,
+            max_length_k=inputs.max_keys,
+            attended=inputs.attended,
         )
         return output.last_hidden_state[0]
 

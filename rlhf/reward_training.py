@@ -1,5 +1,7 @@
 """A scalar reward model learns from preference pairs, on the same engine as the policy and the critic."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,6 +9,7 @@ from torch import Tensor
 from rlhf.batch import TrainBatch
 from rlhf.engine import Engine
 from rlhf.learner import PackedLearner, Part
+from rlhf.packing import Unit
 
 
 def preference_loss(
@@ -40,8 +43,6 @@ def preference_loss(
 class RewardLearner(PackedLearner):
     """The reward model's preference loss. Its batches are those of ``rlhf.preferences.pair_batch``."""
 
-    unit = 2  # a pair's loss needs both of its scores
-
     def __init__(self, engine: Engine, *, center_coef: float) -> None:
         super().__init__(engine)
         self._center_coef = center_coef
@@ -54,10 +55,19 @@ class RewardLearner(PackedLearner):
         """One optimiser step over the pairs of ``batch``."""
         return self._optimise([batch], lambda _: self._loss)
 
+    def _units(self, batch: TrainBatch) -> list[Unit]:
+        return pair_units(batch.sequence_lengths.tolist())
+
     def _loss(self, scores: Tensor, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.margins is not None and batch.loss_weights is not None
         margins, weights = batch.margins.to(scores.device), batch.loss_weights.to(scores.device)
         return preference_loss(scores, margins, weights, center_coef=self._center_coef)
+
+
+def pair_units(lengths: Sequence[int]) -> list[Unit]:
+    """Neighbours two by two: a pair's loss needs both of its scores."""
+    assert len(lengths) % 2 == 0, f"{len(lengths)} sequences are no whole number of pairs"
+    return [Unit(range(i, i + 2), tuple((n, n) for n in lengths[i : i + 2])) for i in range(0, len(lengths), 2)]
 
 
 @torch.no_grad()

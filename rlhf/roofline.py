@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlhf.packing import Span, attention_pairs
 from rlhf.shapes import ModelShape
 
 
@@ -40,21 +41,22 @@ def weight_bytes(shape: ModelShape, *, bytes_per_value: int = 2) -> int:
     return bytes_per_value * (shape.matrix_parameters + shape.outer_parameters(lm_head=True))
 
 
-def forward_flops(shape: ModelShape, lengths: Sequence[int], num_completion_tokens: int) -> float:
+def forward_flops(shape: ModelShape, spans: Sequence[Span], num_completion_tokens: int) -> float:
     """FLOPs of one forward over packed sequences (Kaplan et al. 2020, section 2.1, with causal attention).
 
-    2 * matrices * tokens + 2 * LM head * completion tokens + 2 * layers * attention_size * sum(length^2)
+    2 * matrices * tokens + 2 * LM head * completion tokens + 2 * layers * attention_size * sum(length^2), the last sum
+    over whole sequences; where they share a prompt, it counts once (``rlhf.packing.Span``).
     """
     return (
-        2.0 * shape.matrix_parameters * sum(lengths)
+        2.0 * shape.matrix_parameters * sum(new for new, _ in spans)
         + 2.0 * shape.embedding_parameters * num_completion_tokens
-        + 2.0 * shape.num_layers * shape.attention_size * sum(n * n for n in lengths)
+        + 2.0 * shape.num_layers * shape.attention_size * sum(attention_pairs(*span) for span in spans)
     )
 
 
-def update_flops(shape: ModelShape, lengths: Sequence[int], num_completion_tokens: int) -> float:
+def update_flops(shape: ModelShape, spans: Sequence[Span], num_completion_tokens: int) -> float:
     """FLOPs that a training pass needs: forward, and backward at twice that. Recomputation is overhead, not counted."""
-    return 3.0 * forward_flops(shape, lengths, num_completion_tokens)
+    return 3.0 * forward_flops(shape, spans, num_completion_tokens)
 
 
 def decode_bytes(

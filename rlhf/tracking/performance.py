@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from rlhf.batch import TrainBatch
 from rlhf.config import Config
+from rlhf.packing import batch_spans
 from rlhf.roles import Metrics
 from rlhf.roofline import Peaks, decode_bytes, device_peaks, update_flops, weight_bytes
 from rlhf.shapes import ModelShape
@@ -78,6 +79,8 @@ class Roofline:
     workers_per_gpu: int
     max_num_seqs: int  # of one rollout worker
     colocated: bool
+    policy_shares_prompts: bool
+    critic_shares_prompts: bool
 
     @classmethod
     def of(
@@ -102,6 +105,8 @@ class Roofline:
             workers_per_gpu=config.rollout_workers_per_gpu,
             max_num_seqs=config.rollout.max_num_seqs,
             colocated=colocated,
+            policy_shares_prompts=config.learner.share_prompts,
+            critic_shares_prompts=config.critic.share_prompts,
         )
 
     def figures(
@@ -133,6 +138,10 @@ class Roofline:
 
     def _update_flops(self, batch: TrainBatch, *, with_policy: bool) -> float:
         """FLOPs of one epoch. A critic's scalar head is too small to count."""
-        lengths = batch.sequence_lengths.tolist()
-        flops = update_flops(self.policy, lengths, batch.num_completion_tokens) if self.policy and with_policy else 0.0
-        return flops + (update_flops(self.critic, lengths, 0) if self.critic else 0.0)
+        flops = 0.0
+        if self.policy and with_policy:
+            spans = batch_spans(batch, share_prompts=self.policy_shares_prompts)
+            flops += update_flops(self.policy, spans, batch.num_completion_tokens)
+        if self.critic:
+            flops += update_flops(self.critic, batch_spans(batch, share_prompts=self.critic_shares_prompts), 0)
+        return flops

@@ -31,12 +31,18 @@ def start_learner(config: Config) -> tuple[ActorGroup, LearnerGroup]:
 
 
 def ragged_batch(seed: int = 0, num_sequences: int = 12) -> TrainBatch:
+    """Groups of two completions of one prompt."""
     generator = torch.Generator().manual_seed(seed)
-    prompt_lengths = torch.randint(3, 20, (num_sequences,), generator=generator)
+    prompt_lengths = torch.randint(3, 20, (-(-num_sequences // 2),), generator=generator).repeat_interleave(2)
+    prompt_lengths = prompt_lengths[:num_sequences]
     completion_lengths = torch.randint(1, 30, (num_sequences,), generator=generator)
     num_tokens = int(completion_lengths.sum())
+    tokens = torch.randint(3, 500, (int((prompt_lengths + completion_lengths).sum()),), generator=generator)
+    starts = torch.cumsum(prompt_lengths + completion_lengths, 0) - (prompt_lengths + completion_lengths)
+    for first, second, length in zip(starts[::2], starts[1::2], prompt_lengths[1::2], strict=False):
+        tokens[second : second + length] = tokens[first : first + length]
     return TrainBatch(
-        tokens=torch.randint(3, 500, (int((prompt_lengths + completion_lengths).sum()),), generator=generator),
+        tokens=tokens,
         prompt_lengths=prompt_lengths,
         completion_lengths=completion_lengths,
         truncated=torch.arange(num_sequences) % 4 == 0,
@@ -83,8 +89,9 @@ def one_rank_one_batch(ray_session, tiny_config, tmp_path_factory):
             "learner.zero_stage=0",
             "learner.gradient_checkpointing=true",
         ),
+        ("learner.num_ranks=2", "learner.micro_batch_tokens=128", "learner.share_prompts=true"),
     ],
-    ids=["small budget", "two ranks", "two ranks zero-2", "two ranks without zero"],
+    ids=["small budget", "two ranks", "two ranks zero-2", "one rank without zero", "shared prompts"],
 )
 def test_update_depends_neither_on_budget_nor_ranks(
     one_rank_one_batch, tiny_config, tmp_path: Path, overrides: tuple[str, ...]

@@ -48,10 +48,9 @@ def test_bench_step(tiny_model_dir: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(600)
 def test_bench_scaling(tiny_model_dir: Path, tmp_path: Path) -> None:
-    result = measured("bench_scaling", tiny_model_dir, tmp_path / "scaling.json", timeout_s=880)
+    result = measured("bench_scaling", tiny_model_dir, tmp_path / "scaling.json", timeout_s=580)
     pool, overlap = result["rows"]
     assert (pool["part"], pool["rollout_gpus"], pool["sequences"], pool["efficiency"]) == ("separate", 1, 8, 1.0)
     assert overlap["part"] == "overlap" and overlap["async_step_s"] > 0 and overlap["overlap"] > 0

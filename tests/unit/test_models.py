@@ -14,17 +14,32 @@ TEMPERATURE = 0.7
 CPU = torch.device("cpu")
 
 
+def ragged(prompts: list[list[int]], completions: list[int]) -> TrainBatch:
+    """Sequences of these prompts, with completions of random tokens."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.randint(3, 500, (length,), generator=generator).tolist() for length in completions]
+    return TrainBatch(
+        tokens=torch.tensor([t for prompt, tail in zip(prompts, drawn, strict=True) for t in (*prompt, *tail)]),
+        prompt_lengths=torch.tensor([len(prompt) for prompt in prompts]),
+        completion_lengths=torch.tensor(completions),
+        truncated=torch.zeros(len(prompts), dtype=torch.bool),
+        versions=torch.zeros(sum(completions), dtype=torch.int32),
+    )
+
+
+def random_prompt(length: int) -> list[int]:
+    return torch.randint(3, 500, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
 @pytest.fixture
 def batch() -> TrainBatch:
-    generator = torch.Generator().manual_seed(0)
-    prompts, completions = torch.tensor([5, 1, 9, 2]), torch.tensor([7, 2, 11, 1])
-    return TrainBatch(
-        tokens=torch.randint(3, 500, (int((prompts + completions).sum()),), generator=generator),
-        prompt_lengths=prompts,
-        completion_lengths=completions,
-        truncated=torch.zeros(4, dtype=torch.bool),
-        versions=torch.zeros(21, dtype=torch.int32),
-    )
+    return ragged([random_prompt(n) for n in (5, 1, 9, 2)], [7, 2, 11, 1])
+
+
+@pytest.fixture
+def groups() -> TrainBatch:
+    """Three completions of one prompt, one of another, two of a third."""
+    return ragged([random_prompt(n) for n in (5, 5, 5, 9, 1, 1)], [7, 1, 4, 6, 2, 1])
 
 
 def one_at_a_time(model: torch.nn.Module, batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,22 +56,29 @@ def one_at_a_time(model: torch.nn.Module, batch: TrainBatch) -> tuple[torch.Tens
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [4, 1024])
+@pytest.mark.parametrize(("sequences", "share_prompts"), [("batch", False), ("groups", False), ("groups", True)])
 def test_packed_equals_one_sequence_at_a_time(
-    tiny_model_dir: Path, batch: TrainBatch, chunk_tokens: int, checkpointing: bool
+    tiny_model_dir: Path,
+    request: pytest.FixtureRequest,
+    sequences: str,
+    share_prompts: bool,
+    chunk_tokens: int,
+    checkpointing: bool,
 ) -> None:
+    batch: TrainBatch = request.getfixturevalue(sequences)
     policy = load_policy(
         str(tiny_model_dir), dtype=torch.float32, temperature=TEMPERATURE, chunk_tokens=chunk_tokens
     ).train()
     if checkpointing:
         policy.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir).train()
-    logprobs, entropy = policy(packed_inputs(batch, CPU))
+    logprobs, entropy = policy(packed_inputs(batch, CPU, share_prompts=share_prompts))
     expected, expected_entropy = one_at_a_time(plain, batch)
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(entropy, expected_entropy, rtol=0, atol=1e-5)
 
     generator = torch.Generator().manual_seed(1)
-    a, b = torch.randn(21, generator=generator), torch.randn(21, generator=generator)
+    a, b = torch.randn(2, 21, generator=generator)
     (logprobs @ a + entropy @ b).backward()
     (expected @ a + expected_entropy @ b).backward()
     gradients = {name: p.grad for name, p in policy.lm.named_parameters()}
@@ -78,8 +100,31 @@ def test_packed_inputs_by_hand() -> None:
     assert inputs.tokens.tolist() == batch.tokens.tolist()
     assert inputs.positions.tolist() == [0, 1, 2, 0, 1, 2, 3]
     assert (inputs.borders.tolist(), inputs.borders.dtype, inputs.max_length) == ([0, 3, 7], torch.int32, 4)
+    assert (inputs.key_borders.tolist(), inputs.max_keys, inputs.attended) == ([0, 3, 7], 4, None)
     assert inputs.predictors.tolist() == [1, 3, 4, 5]
     assert inputs.targets.tolist() == [12, 21, 22, 23]
+
+
+def test_packed_inputs_with_a_shared_prompt_by_hand() -> None:
+    """Two completions of prompt (10, 11), then a sequence of another prompt."""
+    batch = TrainBatch(
+        tokens=torch.tensor([10, 11, 12, 10, 11, 13, 14, 20, 21]),
+        prompt_lengths=torch.tensor([2, 2, 1]),
+        completion_lengths=torch.tensor([1, 2, 1]),
+        truncated=torch.zeros(3, dtype=torch.bool),
+        versions=torch.zeros(4, dtype=torch.int32),
+    )
+    inputs = packed_inputs(batch, CPU, share_prompts=True)
+    assert inputs.tokens.tolist() == [10, 11, 12, 13, 14, 20, 21]
+    assert inputs.positions.tolist() == [0, 1, 2, 2, 3, 0, 1]
+    assert (inputs.borders.tolist(), inputs.max_length) == ([0, 2, 3, 5, 7], 2)
+    assert inputs.attended is not None
+    assert inputs.attended.tolist() == [0, 1, *(0, 1, 2), *(0, 1, 3, 4), *(5, 6)]
+    assert (inputs.key_borders.tolist(), inputs.max_keys) == ([0, 2, 5, 9, 11], 4)
+    assert inputs.predictors.tolist() == [1, 1, 3, 5]
+    assert inputs.targets.tolist() == [12, 13, 14, 21]
+    alone = packed_inputs(batch.select([2]), CPU, share_prompts=True)
+    assert alone.attended is None, "nobody shares anything"
 
 
 @pytest.mark.parametrize("repeats", [1, 3])

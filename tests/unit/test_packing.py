@@ -1,10 +1,31 @@
 """Micro-batch plans: every sequence once, within budget, the same count on every rank, balanced."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.packing import plan_micro_batches, sequence_cost, split_minibatches
+from rlhf.batch import TrainBatch
+from rlhf.packing import Unit, attention_pairs, batch_spans, plan_micro_batches, prompt_units, split_minibatches
+
+
+def whole(lengths: list[int]) -> list[Unit]:
+    """A unit per sequence."""
+    return [Unit(range(i, i + 1), ((length, length),)) for i, length in enumerate(lengths)]
+
+
+def groups_batch(groups: list[tuple[int, list[int]]]) -> TrainBatch:
+    """Groups of (prompt tokens, completion lengths), each prompt of tokens of its own."""
+    prompts = torch.tensor([prompt for prompt, completions in groups for _ in completions])
+    completions = torch.tensor([length for _, lengths in groups for length in lengths])
+    tokens = [t for i, (prompt, lengths) in enumerate(groups) for n in lengths for t in [i] * prompt + [-1] * n]
+    return TrainBatch(
+        tokens=torch.tensor(tokens),
+        prompt_lengths=prompts,
+        completion_lengths=completions,
+        truncated=torch.zeros(len(prompts), dtype=torch.bool),
+        versions=torch.zeros(int(completions.sum()), dtype=torch.int32),
+    )
 
 
 @given(
@@ -14,7 +35,7 @@ from rlhf.packing import plan_micro_batches, sequence_cost, split_minibatches
 )
 def test_plan_invariants(lengths: list[int], num_ranks: int, spare: int) -> None:
     budget = max(lengths) + spare
-    plan = plan_micro_batches(lengths, num_ranks=num_ranks, token_budget=budget)
+    plan = plan_micro_batches(whole(lengths), num_ranks=num_ranks, token_budget=budget)
     assert len(plan) == num_ranks
     assert len({len(rank) for rank in plan}) == 1, "ranks must agree on the number of micro-batches"
     everything = [i for rank in plan for micro in rank for i in micro]
@@ -24,7 +45,7 @@ def test_plan_invariants(lengths: list[int], num_ranks: int, spare: int) -> None
 
 def test_plan_is_tight_and_balanced() -> None:
     lengths = [100] * 64
-    plan = plan_micro_batches(lengths, num_ranks=4, token_budget=800)
+    plan = plan_micro_batches(whole(lengths), num_ranks=4, token_budget=800)
     assert [len(rank) for rank in plan] == [2] * 4
     assert all(len(micro) == 8 for rank in plan for micro in rank)
 
@@ -32,20 +53,63 @@ def test_plan_is_tight_and_balanced() -> None:
 def test_long_sequences_are_weighed_by_attention() -> None:
     # one long sequence costs more than its tokens in short ones: they must not share it out by token count
     lengths = [4000, *[100] * 40]
-    plan = plan_micro_batches(lengths, num_ranks=2, token_budget=8000, hidden_size=64)
+    plan = plan_micro_batches(whole(lengths), num_ranks=2, token_budget=8000, hidden_size=64)
     (alone,) = [rank[0] for rank in plan if 0 in rank[0]]
     assert alone == [0]
-    assert sequence_cost(4000, 64) > sum(sequence_cost(100, 64) for _ in range(40))
+    long, *short = whole(lengths)
+    assert long.cost(64) == 4000 * (12 * 64 + 2 * 4000) > sum(unit.cost(64) for unit in short)
 
 
 def test_fewer_sequences_than_ranks_leaves_empty_micro_batches() -> None:
-    plan = plan_micro_batches([10], num_ranks=3, token_budget=16)
+    plan = plan_micro_batches(whole([10]), num_ranks=3, token_budget=16)
     assert sorted(len(rank[0]) for rank in plan) == [0, 0, 1]
 
 
 def test_a_sequence_over_budget_is_a_bug() -> None:
     with pytest.raises(AssertionError, match="exceeds the budget"):
-        plan_micro_batches([17], num_ranks=1, token_budget=16)
+        plan_micro_batches(whole([17]), num_ranks=1, token_budget=16)
+
+
+def test_a_shared_prompt_counts_once_and_a_quarter_for_each_who_attends_to_it() -> None:
+    batch = groups_batch([(8, [3, 5]), (4, [2])])
+    units = prompt_units(batch, share_prompts=True, token_budget=1000)
+    assert [unit.members for unit in units] == [range(2), range(2, 3)]
+    assert units[0].spans == ((8, 8), (3, 11), (5, 13)) and units[1].spans == ((6, 6),)
+    assert [unit.tokens for unit in units] == [8 + 3 + 5 + 2 * 2, 6]
+    # every pair of tokens is looked at once: as often as by two whole sequences, less the prompt's own
+    pairs = sum(attention_pairs(*span) for span in units[0].spans)
+    assert pairs == 11 * 11 + 13 * 13 - 8 * 8
+    assert units[0].cost(10) == 12 * 10 * 16 + 2 * pairs
+    assert batch_spans(batch, share_prompts=False) == [(11, 11), (13, 13), (6, 6)]
+
+
+def test_large_groups_are_cut_into_pieces() -> None:
+    batch = groups_batch([(10, [10] * 8)])
+    units = prompt_units(batch, share_prompts=True, token_budget=200)  # pieces of 50 at most: 10 + 3 x (10 + 2.5)
+    assert [unit.members for unit in units] == [range(3), range(3, 6), range(6, 8)]
+    assert [len(unit.members) for unit in prompt_units(batch, share_prompts=False, token_budget=200)] == [1] * 8
+
+
+@given(
+    groups=st.lists(
+        st.tuples(st.integers(1, 30), st.lists(st.integers(1, 30), min_size=1, max_size=6)), min_size=1, max_size=12
+    ),
+    num_ranks=st.integers(1, 3),
+    spare=st.integers(0, 200),
+)
+def test_plan_of_shared_prompts_keeps_the_budget(
+    groups: list[tuple[int, list[int]]], num_ranks: int, spare: int
+) -> None:
+    batch = groups_batch(groups)
+    budget = int(batch.sequence_lengths.max()) + spare
+    units = prompt_units(batch, share_prompts=True, token_budget=budget)
+    assert [i for unit in units for i in unit.members] == list(range(batch.num_sequences))
+    plan = plan_micro_batches(units, num_ranks=num_ranks, token_budget=budget)
+    micro_batches = [micro for rank in plan for micro in rank if micro]
+    assert sorted(i for micro in micro_batches for i in micro) == list(range(batch.num_sequences))
+    for micro in micro_batches:  # pieces of one group that meet again share the prompt too, and take less
+        spans = batch_spans(batch.select(micro), share_prompts=True)
+        assert sum(new + (attended - new) / 4 for new, attended in spans) <= budget
 
 
 def test_minibatches_are_equal_and_complete() -> None:

@@ -13,7 +13,7 @@ from rlhf.config import RewardTrainingConfig
 from rlhf.errors import ConfigError
 from rlhf.packing import plan_micro_batches
 from rlhf.recipes import load_config, to_yaml
-from rlhf.reward_training import preference_loss
+from rlhf.reward_training import pair_units, preference_loss
 
 RECIPE = Path(__file__).parents[2] / "conf" / "reward_tiny.yaml"
 
@@ -73,7 +73,7 @@ def test_micro_batches_add_up_to_the_whole() -> None:
 def test_pairs_stay_together(lengths: list[tuple[int, int]], num_ranks: int, spare: int) -> None:
     budget = max(map(sum, lengths)) + spare
     flat = [length for pair in lengths for length in pair]
-    plan = plan_micro_batches(flat, num_ranks=num_ranks, token_budget=budget, unit=2)
+    plan = plan_micro_batches(pair_units(flat), num_ranks=num_ranks, token_budget=budget)
     assert len({len(rank) for rank in plan}) == 1, "ranks must agree on the number of micro-batches"
     micro_batches = [micro for rank in plan for micro in rank]
     assert sorted(i for micro in micro_batches for i in micro) == list(range(len(flat)))

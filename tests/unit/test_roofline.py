@@ -43,8 +43,11 @@ PEAKS = Peaks(flops=1e9, bytes_per_s=1e6, link_bytes_per_s=2e5)
 def test_forward_flops_by_hand() -> None:
     # two sequences of 5 and 3 tokens, 4 of them completion; causal scores and values: 2 * 3 layers * 32 * (25 + 9)
     expected = 2 * BODY * 8 + 2 * 1600 * 4 + 2 * 3 * 32 * 34
-    assert forward_flops(SHAPE, [5, 3], 4) == expected
-    assert update_flops(SHAPE, [5, 3], 4) == 3 * expected
+    assert forward_flops(SHAPE, [(5, 5), (3, 3)], 4) == expected
+    assert update_flops(SHAPE, [(5, 5), (3, 3)], 4) == 3 * expected
+    # the same with one token of prompt that both share: a token less, and its attention to itself
+    shared = forward_flops(SHAPE, [(1, 1), (4, 5), (2, 3)], 4)
+    assert shared == expected - 2 * BODY - 2 * 3 * 32
 
 
 def test_decode_bytes_by_hand() -> None:
@@ -107,6 +110,8 @@ def roofline(**changes: object) -> Roofline:
         "workers_per_gpu": 1,
         "max_num_seqs": 8,
         "colocated": False,
+        "policy_shares_prompts": False,
+        "critic_shares_prompts": False,
     }
     return Roofline(**(fields | changes))  # type: ignore[arg-type]
 
@@ -123,7 +128,7 @@ def test_a_steps_figures_by_hand() -> None:
     found = figures(roofline())
     assert found.keys() == {"perf/mfu_update", "perf/hbm_decode", "perf/link_sync"}
     # three epochs over both GPUs in half a second
-    assert found["perf/mfu_update"] == pytest.approx(3 * update_flops(SHAPE, [5, 3], 6) / (0.5 * 1e9 * 2))
+    assert found["perf/mfu_update"] == pytest.approx(3 * update_flops(SHAPE, [(5, 5), (3, 3)], 6) / (0.5 * 1e9 * 2))
     # the caller's two seconds, not the phase's nine
     expected = decode_bytes(SHAPE, [4, 2], num_workers=1, max_num_seqs=8)
     assert found["perf/hbm_decode"] == pytest.approx(expected / (2.0 * 1e6))
@@ -144,7 +149,7 @@ def test_a_shared_gpu_publishes_by_a_copy_that_reads_and_writes() -> None:
 
 def test_a_critic_counts_and_learns_alone_in_its_warmup() -> None:
     limits = roofline(critic=SHAPE, critic_warmup_steps=1)
-    policy, critic = update_flops(SHAPE, [5, 3], 6), update_flops(SHAPE, [5, 3], 0)
+    policy, critic = update_flops(SHAPE, [(5, 5), (3, 3)], 6), update_flops(SHAPE, [(5, 5), (3, 3)], 0)
     assert figures(limits, step=1)["perf/mfu_update"] == pytest.approx(3 * critic / 1e9)
     assert figures(limits, step=2)["perf/mfu_update"] == pytest.approx(3 * (policy + critic) / 1e9)
 
