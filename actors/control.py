@@ -78,4 +78,7 @@ def find_run(run: str) -> Any:
         actors = ray.util.list_named_actors(all_namespaces=True)
         names = [a["name"].removeprefix("control-") for a in actors if a["namespace"] == NAMESPACE]
         running = ", ".join(names) or "none"
-        raise ConfigError(f"--run={run}: no such run on this cluster; running now: {running}") from error
+        raise ConfigError(
+            f"--run={run}: no such run on this cluster; running now: {running}. Each run prints the address of its "
+            "cluster, for --address"
+        ) from error

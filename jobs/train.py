@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import ray
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from actors.cluster import Cluster, connect
@@ -47,6 +48,7 @@ def train(config: Config) -> dict[str, Any]:
         for restarts_left in reversed(range(config.checkpoint.max_restarts + 1)):
             tracker = Tracker(config.tracking, run_dir, num_steps=config.num_steps, tokenizer=tokenizer)
             with contextlib.closing(tracker):
+                tracker.note(f"{config.name}: on the Ray cluster at {ray.get_runtime_context().gcs_address}")
                 tracker.note(prompts.summary())
                 try:
                     return run(config, tokenizer, prompts, eval_prompts, tracker, checkpoints)
