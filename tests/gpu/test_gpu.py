@@ -1,4 +1,4 @@
-"""On two NVIDIA GPUs: training stays on its own GPU, and weights cross over NCCL and CUDA IPC.
+"""On NVIDIA GPUs: training stays on its own GPU, weights cross over NCCL and CUDA IPC, and shared prompts are exact.
 
 pytest -m gpu tests/gpu
 """
@@ -16,11 +16,13 @@ import torch
 from transformers import AutoTokenizer
 
 from actors.cluster import Cluster, connect
+from benchmarks.bench_learner import ragged_batch
 from jobs.prepare import prepare_random
 from rlhf.algorithms import make_algorithm
 from rlhf.batch import Prompt, Rollout, pack
 from rlhf.data import load_prompts
 from rlhf.driver import Roles
+from rlhf.models import load_policy, packed_inputs
 from rlhf.recipes import load_config
 from rlhf.rewards import combine
 
@@ -131,3 +133,27 @@ def test_a_killed_worker_gives_its_gpu_back_and_is_replaced(live) -> None:
         assert {int(v) for rollout in group for v in rollout.versions} == {0}
     print(f"all groups finished {time.monotonic() - killed:.1f} s after the death")
     assert used_mib()[gpu] < 1.5 * used_before, "the dead worker's engine still holds its GPU"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_shared_prompts_give_the_numbers_of_whole_sequences(model: Path, compiled: bool) -> None:
+    """In bfloat16, log-probabilities and the whole gradient; the exact comparison is tests/unit/test_models.py."""
+    device = torch.device("cuda")
+    batch = ragged_batch(num_sequences=32, prompt_tokens=150, median=100, longest=300, vocab=100_000)
+    policy = load_policy(str(model), dtype=torch.bfloat16, temperature=1.0, chunk_tokens=4096).to(device).train()
+    if compiled:
+        policy.compile_layers()
+
+    def pass_over(*, share_prompts: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        policy.zero_grad()
+        inputs = packed_inputs(batch, device, share_prompts=share_prompts)
+        assert (inputs.attended is not None) == share_prompts
+        logprobs, _ = policy(inputs)
+        (logprobs * batch.advantages.to(device)).sum().backward()
+        return logprobs.detach(), torch.cat([p.grad.float().flatten() for p in policy.parameters()])
+
+    whole, whole_gradient = pass_over(share_prompts=False)
+    shared, shared_gradient = pass_over(share_prompts=True)
+    assert (shared - whole).abs().mean() < BF16_MEAN_BOUND
+    assert torch.nn.functional.cosine_similarity(shared_gradient, whole_gradient, dim=0) > 0.999
+    assert shared_gradient.norm().item() == pytest.approx(whole_gradient.norm().item(), rel=0.01)
