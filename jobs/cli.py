@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -35,19 +35,23 @@ def train(config: ConfigOption, overrides: Overrides = None) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from jobs.train import train as run  # torch and Ray load only once the configuration is known to be good
 
-    summary = run(settings)
+    exit_with(run(settings))
+
+
+def exit_with(summary: dict[str, Any]) -> None:
+    """The exit code says whether a run came to its end."""
     if summary["status"] == "interrupted":
         raise typer.Exit(INTERRUPTED)
 
 
 @app.command()
 def train_reward(config: ConfigOption, overrides: Overrides = None) -> None:
-    """Train a reward model from preference pairs, e.g. conf/reward_tiny.yaml."""
+    """Train a reward model from preference pairs, e.g. conf/reward_tiny.yaml. Resumes as train does."""
     settings = load_config(config, overrides or [], RewardTrainingConfig)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from jobs.train_reward import train_reward as run
 
-    run(settings)
+    exit_with(run(settings))
 
 
 @app.command()

@@ -4,28 +4,32 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from actors.cluster import Cluster, connect
+from actors.cluster import ActorCluster, Cluster, connect
 from rlhf.algorithms import make_algorithm
 from rlhf.batch import Prompt
 from rlhf.checkpoint import CheckpointStore
-from rlhf.config import Config, ModelConfig
+from rlhf.config import Config, ModelConfig, RewardTrainingConfig
 from rlhf.data import PromptSet, PromptStream, load_prompts
 from rlhf.driver import Driver
 from rlhf.errors import ConfigError, RoleLostError
 from rlhf.recipes import to_yaml, validate_model
+from rlhf.reward_training import RewardTraining
 from rlhf.rewards import RewardFunctions, load_reward_functions
 from rlhf.shapes import ModelShape
 from rlhf.stream import GroupStream
 from rlhf.tracking import Roofline, Tracker, print_summary, write_summary
+
+A = TypeVar("A", bound=ActorCluster)
+C = TypeVar("C", Config, RewardTrainingConfig)
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -44,21 +48,32 @@ def train(config: Config) -> dict[str, Any]:
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(to_yaml(config))
     checkpoints = CheckpointStore(run_dir, keep=config.checkpoint.keep)
+
+    def attempt(config: Config) -> dict[str, Any]:
+        tracker = Tracker(config.tracking, run_dir, num_steps=config.num_steps, tokenizer=tokenizer)
+        with contextlib.closing(tracker):
+            tracker.note(f"{config.name}: on the Ray cluster at {ray.get_runtime_context().gcs_address}")
+            tracker.note(prompts.summary())
+            return run(config, tokenizer, prompts, eval_prompts, tracker, checkpoints)
+
     with connect(config):
-        for restarts_left in reversed(range(config.checkpoint.max_restarts + 1)):
-            tracker = Tracker(config.tracking, run_dir, num_steps=config.num_steps, tokenizer=tokenizer)
-            with contextlib.closing(tracker):
-                tracker.note(f"{config.name}: on the Ray cluster at {ray.get_runtime_context().gcs_address}")
-                tracker.note(prompts.summary())
-                try:
-                    return run(config, tokenizer, prompts, eval_prompts, tracker, checkpoints)
-                except RoleLostError as error:
-                    if restarts_left == 0:
-                        raise
-                    tracker.note(f"restarting from the last checkpoint ({restarts_left} restart(s) left): {error}")
-            if checkpoints.last_written:  # whatever checkpoint.resume said at first
-                resumed = replace(config.checkpoint, resume=str(checkpoints.last_written))
-                config = replace(config, checkpoint=resumed)
+        return keep_trying(config, checkpoints, attempt)
+
+
+def keep_trying(config: C, checkpoints: CheckpointStore, attempt: Callable[[C], dict[str, Any]]) -> dict[str, Any]:
+    """Makes attempts until one ends without losing an actor, each from the last checkpoint of the one before.
+
+    Raises RoleLostError when ``checkpoint.max_restarts`` are used up.
+    """
+    for restarts_left in reversed(range(config.checkpoint.max_restarts + 1)):
+        try:
+            return attempt(config)
+        except RoleLostError as error:
+            if restarts_left == 0:
+                raise
+            print(f"restarting from the last checkpoint ({restarts_left} restart(s) left): {error}", flush=True)
+        if checkpoints.last_written:  # whatever checkpoint.resume said at first
+            config = replace(config, checkpoint=replace(config.checkpoint, resume=str(checkpoints.last_written)))
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -71,17 +86,22 @@ def run(
     checkpoints: CheckpointStore,
 ) -> dict[str, Any]:
     """One attempt: all actors up, the loop, all actors down. Raises RoleLostError if one died on the way."""
-    run_dir = tracker.run_dir
-    with tracker.phase("start"), contextlib.ExitStack() as stack:
-        cluster = stack.enter_context(Cluster(config, tracker.note))
-        keep_alive = stack.pop_all()
-    with keep_alive:
+    with started(Cluster(config, tracker.note), tracker) as cluster:
         driver = make_driver(config, cluster, prompts, eval_prompts.all() if eval_prompts else [], tracker, checkpoints)
         with stops_at_step_end(driver):
             driver.run()
-        final_model = save_final(config, driver, tokenizer, run_dir)
+        final_model = save_final(config, driver, tokenizer, tracker.run_dir)
         device, memory = cluster.device, cluster.peak_memory_gib()
-    return summarise(driver, tracker, run_dir, final_model, device, memory)
+    return summarise(driver, config.num_steps, tracker, final_model, device, memory)
+
+
+@contextlib.contextmanager
+def started(cluster: A, tracker: Tracker) -> Iterator[A]:
+    """The cluster with all its actors up; how long that takes is a phase of the run."""
+    with contextlib.ExitStack() as stack:
+        with tracker.phase("start"):
+            stack.enter_context(cluster)
+        yield cluster
 
 
 def make_driver(
@@ -145,16 +165,16 @@ def check_rewards(config: Config, prompts: PromptSet) -> None:
 
 
 @contextlib.contextmanager
-def stops_at_step_end(driver: Driver) -> Iterator[None]:
+def stops_at_step_end(loop: Driver | RewardTraining) -> Iterator[None]:
     """First Ctrl-C (or SIGTERM): finish the step, save, stop. Second: stop now."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def request(signum: int, frame: FrameType | None) -> None:
-        if driver.stop_requested:
+        if loop.stop_requested:
             raise KeyboardInterrupt
-        driver.stop_requested = True
+        loop.stop_requested = True
         # Not through the tracker: a signal may land in the middle of its own write.
         os.write(2, b"\nstopping at the end of this step, with a checkpoint; Ctrl-C again stops at once\n")
 
@@ -179,22 +199,20 @@ def save_final(config: Config, driver: Driver, tokenizer: PreTrainedTokenizerBas
 
 
 def summarise(
-    driver: Driver,
+    loop: Driver | RewardTraining,
+    num_steps: int,
     tracker: Tracker,
-    run_dir: Path,
     final_model: Path | None,
     device: str,
     memory: dict[str, dict[str, float]],
 ) -> dict[str, Any]:
-    """Writes summary.json and prints it as a table; says how to go on after a stop."""
-    finished = driver.step >= driver.config.num_steps
-    evaluations = dict(sorted(driver.evaluations.items()))
-    before, after = (evaluations.get(step) for step in (0, driver.config.num_steps))
+    """Writes summary.json and prints it as a table; says how to go on after a stop. ``num_steps``: of the whole run."""
+    finished = loop.step >= num_steps
     summary = write_summary(
-        run_dir,
-        eval_before=before,
-        eval_after=after,
-        steps=driver.step,
+        tracker.run_dir,
+        eval_before=loop.evaluations.get(0),
+        eval_after=loop.evaluations.get(num_steps),
+        steps=loop.step,
         tracker=tracker,
         device=device,
         peak_memory_gib=memory,
@@ -203,7 +221,5 @@ def summarise(
     )
     print_summary(summary)
     if not finished:
-        tracker.note(
-            f"stopped after step {driver.step} of {driver.config.num_steps}; the same command goes on from there"
-        )
+        tracker.note(f"stopped after step {loop.step} of {num_steps}; the same command goes on from there")
     return summary

@@ -605,6 +605,7 @@ class RewardTrainingConfig:
     )
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     ray: RayConfig = field(default_factory=RayConfig)
 

@@ -1,6 +1,7 @@
 """Kills rollout workers at random moments of a real run, and keeps a record of what the run did about it."""
 
 import contextlib
+import json
 import os
 import signal
 import threading
@@ -103,6 +104,12 @@ class Killer(threading.Thread):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._random.choice(pids), signal.SIGKILL)
                     self.kills.append((self._run.phase, len(pids)))
+
+
+def steps_of(run_dir: Path) -> list[dict[str, float]]:
+    """The records of a run's steps so far."""
+    file = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
 
 
 def until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:

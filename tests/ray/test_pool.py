@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from tests.ray.chaos import Killer, RecordedRun, actor_pids, recorded_run, until
+from tests.ray.chaos import Killer, RecordedRun, actor_pids, recorded_run, steps_of, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -186,11 +186,6 @@ def test_scaling_while_training(ray_session: None, tiny_model_dir: Path, tmp_pat
         train.kill()
         train.wait(timeout=30)
     print(throughput(run_dir))
-
-
-def steps_of(run_dir: Path) -> list[dict[str, float]]:
-    file = run_dir / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
 
 
 def throughput(run_dir: Path) -> dict[float, float]:

@@ -1,6 +1,10 @@
 """A reward model learns a taste from pairs; what it saves scores the same wherever it is loaded, and feeds a critic."""
 
 import json
+import os
+import signal
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ from rlhf.config import Config, RewardTrainingConfig
 from rlhf.frozen import RewardModel, answer_tokens, last_token_batch
 from rlhf.models import load_scalar
 from rlhf.recipes import load_config
+from tests.ray.chaos import actor_pids, steps_of, until
 
 pytestmark = pytest.mark.ray
 
@@ -126,3 +131,40 @@ def test_training_depends_neither_on_budget_nor_ranks(ray_session, tiny_model_di
     two = run(tiny_model_dir, tmp_path / "two", *small, "learner.num_ranks=2", "learner.micro_batch_tokens=258")
     assert one["eval_after"]["loss"] != pytest.approx(one["eval_before"]["loss"], abs=1e-2)
     assert two["eval_after"] == pytest.approx(one["eval_after"], abs=1e-4)
+
+
+def test_a_run_that_is_stopped_and_loses_its_learner_ends_like_any_other(
+    ray_session, tiny_model_dir: Path, tmp_path: Path, capfd
+) -> None:
+    few = ["data.task_args.num_rows=240", "data.eval_size=20", "batch_pairs=10", "num_epochs=2", "learner.num_ranks=1"]
+    expected = run(tiny_model_dir, tmp_path / "whole", *few)
+    run_dir = tmp_path / "broken"
+    arguments = (tiny_model_dir, run_dir, *few, "name=broken", "checkpoint.every_steps=2", "checkpoint.max_restarts=1")
+
+    stop = after_steps(run_dir, 3, lambda: os.kill(os.getpid(), signal.SIGINT))
+    interrupted = run(*arguments)
+    stop.join()
+    assert interrupted["status"] == "interrupted" and 3 <= interrupted["steps"] < 48
+    assert not (run_dir / "model").exists()
+
+    at = interrupted["steps"] + 3
+    kill = after_steps(run_dir, at, lambda: os.kill(actor_pids("broken", "RewardLearnerActor")[0], signal.SIGKILL))
+    resumed = run(*arguments)
+    kill.join()
+    assert "restarting from the last checkpoint (1 restart(s) left): learner[0]" in capfd.readouterr().out
+    assert resumed["status"] == "completed"
+    assert resumed["eval_before"] == expected["eval_before"]
+    assert resumed["eval_after"] == expected["eval_after"], "to the last bit, on CPU"
+    assert [row["step"] for row in steps_of(run_dir)] == list(range(1, 49)), "each step once"
+
+
+def after_steps(run_dir: Path, steps: int, act: Callable[[], None]) -> threading.Thread:
+    """Does something once a run has made so many steps."""
+
+    def wait() -> None:
+        until(lambda: len(steps_of(run_dir)) >= steps, 240, f"{steps} steps")
+        act()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
