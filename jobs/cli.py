@@ -35,10 +35,10 @@ def train(config: ConfigOption, overrides: Overrides = None) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from jobs.train import train as run  # torch and Ray load only once the configuration is known to be good
 
-    exit_with(run(settings))
+    exit_if_interrupted(run(settings))
 
 
-def exit_with(summary: dict[str, Any]) -> None:
+def exit_if_interrupted(summary: dict[str, Any]) -> None:
     """The exit code says whether a run came to its end."""
     if summary["status"] == "interrupted":
         raise typer.Exit(INTERRUPTED)
@@ -51,7 +51,7 @@ def train_reward(config: ConfigOption, overrides: Overrides = None) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from jobs.train_reward import train_reward as run
 
-    exit_with(run(settings))
+    exit_if_interrupted(run(settings))
 
 
 @app.command()

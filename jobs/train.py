@@ -1,35 +1,26 @@
 """`rlhf train`: from a validated configuration to a finished run directory."""
 
 import contextlib
-import os
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from actors.cluster import ActorCluster, Cluster, connect
+from actors.cluster import Cluster, connect
+from jobs.runs import keep_trying, load_tokenizer, started, stops_at_step_end, summarise
 from rlhf.algorithms import make_algorithm
 from rlhf.batch import Prompt
 from rlhf.checkpoint import CheckpointStore
-from rlhf.config import Config, ModelConfig, RewardTrainingConfig
+from rlhf.config import Config
 from rlhf.data import PromptSet, PromptStream, load_prompts
 from rlhf.driver import Driver
-from rlhf.errors import ConfigError, RoleLostError
 from rlhf.recipes import to_yaml, validate_model
-from rlhf.reward_training import RewardTraining
 from rlhf.rewards import RewardFunctions, load_reward_functions
 from rlhf.shapes import ModelShape
 from rlhf.stream import GroupStream
-from rlhf.tracking import Roofline, Tracker, print_summary, write_summary
-
-A = TypeVar("A", bound=ActorCluster)
-C = TypeVar("C", Config, RewardTrainingConfig)
+from rlhf.tracking import Roofline, Tracker
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -60,23 +51,6 @@ def train(config: Config) -> dict[str, Any]:
         return keep_trying(config, checkpoints, attempt)
 
 
-def keep_trying(config: C, checkpoints: CheckpointStore, attempt: Callable[[C], dict[str, Any]]) -> dict[str, Any]:
-    """Makes attempts until one ends without losing an actor, each from the last checkpoint of the one before.
-
-    Raises RoleLostError when ``checkpoint.max_restarts`` are used up.
-    """
-    for restarts_left in reversed(range(config.checkpoint.max_restarts + 1)):
-        try:
-            return attempt(config)
-        except RoleLostError as error:
-            if restarts_left == 0:
-                raise
-            print(f"restarting from the last checkpoint ({restarts_left} restart(s) left): {error}", flush=True)
-        if checkpoints.last_written:  # whatever checkpoint.resume said at first
-            config = replace(config, checkpoint=replace(config.checkpoint, resume=str(checkpoints.last_written)))
-    raise AssertionError("the last attempt returns or raises")
-
-
 def run(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
@@ -93,15 +67,6 @@ def run(
         final_model = save_final(config, driver, tokenizer, tracker.run_dir)
         device, memory = cluster.device, cluster.peak_memory_gib()
     return summarise(driver, config.num_steps, tracker, final_model, device, memory)
-
-
-@contextlib.contextmanager
-def started(cluster: A, tracker: Tracker) -> Iterator[A]:
-    """The cluster with all its actors up; how long that takes is a phase of the run."""
-    with contextlib.ExitStack() as stack:
-        with tracker.phase("start"):
-            stack.enter_context(cluster)
-        yield cluster
 
 
 def make_driver(
@@ -125,17 +90,6 @@ def make_driver(
         roofline=make_roofline(config, cluster.device_names()),
         checkpoints=checkpoints,
     )
-
-
-def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer. Raises ConfigError naming model.path."""
-    try:
-        return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path={model.path}: no tokenizer loads from there ({str(error).splitlines()[0]}); give a "
-            "Hugging Face directory, or a hub id that this machine can reach"
-        ) from error
 
 
 def make_roofline(config: Config, devices: dict[str, str]) -> Roofline:
@@ -164,28 +118,6 @@ def check_rewards(config: Config, prompts: PromptSet) -> None:
     functions.check_columns(prompts.prompt(0, id=0).columns)
 
 
-@contextlib.contextmanager
-def stops_at_step_end(loop: Driver | RewardTraining) -> Iterator[None]:
-    """First Ctrl-C (or SIGTERM): finish the step, save, stop. Second: stop now."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def request(signum: int, frame: FrameType | None) -> None:
-        if loop.stop_requested:
-            raise KeyboardInterrupt
-        loop.stop_requested = True
-        # Not through the tracker: a signal may land in the middle of its own write.
-        os.write(2, b"\nstopping at the end of this step, with a checkpoint; Ctrl-C again stops at once\n")
-
-    previous = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
 def save_final(config: Config, driver: Driver, tokenizer: PreTrainedTokenizerBase, run_dir: Path) -> Path | None:
     """The trained policy as a Hugging Face directory, once training has finished."""
     if driver.step < config.num_steps or not config.checkpoint.save_final_model:
@@ -196,30 +128,3 @@ def save_final(config: Config, driver: Driver, tokenizer: PreTrainedTokenizerBas
     if driver.roles.critic:
         driver.roles.critic.save_model(str(run_dir / "critic"))
     return final
-
-
-def summarise(
-    loop: Driver | RewardTraining,
-    num_steps: int,
-    tracker: Tracker,
-    final_model: Path | None,
-    device: str,
-    memory: dict[str, dict[str, float]],
-) -> dict[str, Any]:
-    """Writes summary.json and prints it as a table; says how to go on after a stop. ``num_steps``: of the whole run."""
-    finished = loop.step >= num_steps
-    summary = write_summary(
-        tracker.run_dir,
-        eval_before=loop.evaluations.get(0),
-        eval_after=loop.evaluations.get(num_steps),
-        steps=loop.step,
-        tracker=tracker,
-        device=device,
-        peak_memory_gib=memory,
-        final_model=final_model,
-        status="completed" if finished else "interrupted",
-    )
-    print_summary(summary)
-    if not finished:
-        tracker.note(f"stopped after step {loop.step} of {num_steps}; the same command goes on from there")
-    return summary

@@ -9,12 +9,12 @@ from transformers import PreTrainedTokenizerBase
 
 from actors.cluster import connect
 from actors.reward_training import RewardTrainingCluster
-from jobs.train import keep_trying, load_tokenizer, started, stops_at_step_end, summarise
+from jobs.runs import keep_trying, load_tokenizer, started, stops_at_step_end, summarise
 from rlhf.checkpoint import CheckpointStore
 from rlhf.config import RewardTrainingConfig
 from rlhf.preferences import Pair, load_preferences
 from rlhf.recipes import to_yaml
-from rlhf.reward_training import RewardTraining, count_steps
+from rlhf.reward_loop import RewardTraining, count_steps
 from rlhf.tracking import Tracker
 
 
@@ -25,10 +25,9 @@ def train_reward(config: RewardTrainingConfig) -> dict[str, Any]:
     """
     tokenizer = load_tokenizer(config.model)
     train = load_preferences(config.data.train, config.data, tokenizer, split="train", seed=config.seed)
-    held_out = config.data.eval and load_preferences(
-        config.data.eval, config.data, tokenizer, split="eval", seed=config.seed
-    )
-    eval_pairs = held_out.pairs if held_out else []
+    held_out: Sequence[Pair] = []
+    if config.data.eval is not None:
+        held_out = load_preferences(config.data.eval, config.data, tokenizer, split="eval", seed=config.seed).pairs
     run_dir = Path(config.run_dir).resolve()
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(to_yaml(config))
@@ -39,7 +38,7 @@ def train_reward(config: RewardTrainingConfig) -> dict[str, Any]:
         tracker = Tracker(config.tracking, run_dir, num_steps=num_steps, tokenizer=tokenizer)
         with contextlib.closing(tracker):
             tracker.note(train.summary())
-            return run(config, tokenizer, train.pairs, eval_pairs, tracker, checkpoints)
+            return run(config, tokenizer, train.pairs, held_out, tracker, checkpoints)
 
     with connect(config):
         return keep_trying(config, checkpoints, attempt)
@@ -62,7 +61,7 @@ def run(
         with stops_at_step_end(loop):
             loop.run()
         final = None
-        if loop.step == num_steps and config.checkpoint.save_final_model:
+        if loop.step >= num_steps and config.checkpoint.save_final_model:
             final = tracker.run_dir / "model"
             learner.save_model(str(final))
             tokenizer.save_pretrained(final)

@@ -7,6 +7,7 @@ counters, controllers). It is written under a temporary name and renamed when co
 import json
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,19 +20,23 @@ _STATE = "driver.json"
 
 
 class CheckpointStore:
-    """The checkpoints of one run directory: ``checkpoints/step-000010``, newest last."""
+    """The checkpoints of one run directory: ``checkpoints/step-000010``.
+
+    The newest is the one written last. That is not always the highest step: a run may start anew, or from an older one.
+    """
 
     def __init__(self, run_dir: str | Path, *, keep: int) -> None:
         self.directory = Path(run_dir).resolve() / "checkpoints"
         self.keep = keep
-        self.last_written: Path | None = None  # by this process
+        self.current: Path | None = None  # what this process wrote last, or went on from
 
     def steps(self) -> list[int]:
-        """Steps of the whole checkpoints on disk, ascending."""
+        """Steps of the whole checkpoints on disk, the newest last."""
         if not self.directory.is_dir():
             return []
         found = ((_NAME.fullmatch(p.name), p) for p in self.directory.iterdir())
-        return sorted(int(match[1]) for match, p in found if match and (p / _STATE).is_file())
+        whole = [(read_state(p)["written_s"], int(match[1])) for match, p in found if match and (p / _STATE).is_file()]
+        return [step for _, step in sorted(whole)]
 
     def path(self, step: int) -> Path:
         return self.directory / f"step-{step:06d}"
@@ -43,12 +48,12 @@ class CheckpointStore:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
-        (partial / _STATE).write_text(json.dumps(state, indent=1))
+        (partial / _STATE).write_text(json.dumps({**state, "written_s": time.time()}, indent=1))
         final = self.path(step)
         if final.exists():  # the same step again, after a resume from an older one
             shutil.rmtree(final)
         partial.rename(final)
-        self.last_written = final
+        self.current = final
         for old in self.steps()[: -self.keep]:
             shutil.rmtree(self.path(old))
 
@@ -58,14 +63,20 @@ class CheckpointStore:
             return None
         if resume == "auto":
             steps = self.steps()
-            return self.path(steps[-1]) if steps else None
+            self.current = self.path(steps[-1]) if steps else None
+            return self.current
         path = Path(resume).resolve()
         if not (path / _STATE).is_file():
             raise CheckpointError(
                 f"checkpoint.resume={resume}: not a whole checkpoint (no {_STATE}); use auto, none, or a "
                 "step-... directory"
             )
+        self.current = path
         return path
+
+    def holds(self, step: int) -> bool:
+        """Whether this process wrote ``step`` last, or went on from it and made no step since."""
+        return self.current == self.path(step)
 
 
 def read_state(path: Path) -> dict[str, Any]:

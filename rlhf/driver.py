@@ -48,7 +48,7 @@ class Driver:
         """Trains to ``num_steps``, or to the end of the step in which ``stop_requested`` is set."""
         self.resume()
         self.publish()
-        if self.step not in self.evaluations:
+        if not self.evaluations:
             self.evaluate()
         while self.step < self.config.num_steps and not self.stop_requested:
             phase = self.tracker.phase
@@ -68,7 +68,7 @@ class Driver:
                 self.evaluate()
             if self.is_due(self.config.checkpoint.every_steps):
                 self.save()
-        if self.step not in self.checkpoints.steps():
+        if not self.checkpoints.holds(self.step):
             self.save()
 
     def score(self, sampled: Batch) -> TrainBatch:

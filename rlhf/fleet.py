@@ -10,7 +10,6 @@ finishes what it holds, and loses it at the next publish.
 """
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -228,11 +227,6 @@ class Fleet:
         if not task.missing:
             self._drop(task_id)
         return True
-
-    def cancel(self, task_ids: Iterable[int]) -> None:
-        """Nobody needs these any more."""
-        for task_id in task_ids:
-            self._drop(task_id)
 
     def _drop(self, task_id: int) -> None:
         """Ends a task, wherever it is: it may be queued again when the last sample comes from a worker thought lost."""

@@ -41,7 +41,12 @@ class FrozenScorer:
     def score(self, batch: TrainBatch) -> tuple[list[int], Tensor]:
         """(sequence indices, float32 [n] of their completion tokens): log-probabilities, or scalar scores."""
         plan = plan_micro_batches(
-            prompt_units(batch, share_prompts=self._share_prompts, token_budget=self._token_budget),
+            prompt_units(
+                batch,
+                share_prompts=self._share_prompts,
+                num_ranks=self._num_ranks,
+                token_budget=self._token_budget,
+            ),
             num_ranks=self._num_ranks,
             token_budget=self._token_budget,
             hidden_size=self.model.lm.config.hidden_size,

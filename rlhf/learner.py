@@ -58,7 +58,12 @@ class PackedLearner:
     def _units(self, batch: TrainBatch) -> list[Unit]:
         """What of a batch stays in one micro-batch."""
         config = self.engine.config
-        return prompt_units(batch, share_prompts=config.share_prompts, token_budget=config.micro_batch_tokens)
+        return prompt_units(
+            batch,
+            share_prompts=config.share_prompts,
+            num_ranks=self.engine.world_size,
+            token_budget=config.micro_batch_tokens,
+        )
 
     def _score(self, batch: TrainBatch, pick: Callable[[Any], Tensor]) -> Part:
         """(sequence indices, [n] scores of their completion tokens) of this rank's share."""
@@ -102,7 +107,7 @@ class BatchLearner(PackedLearner):
         for _ in range(self.config.num_epochs):
             order = torch.randperm(batch.num_sequences, generator=shuffle).tolist()
             # in order again within each: sequences that share their prompt are neighbours then
-            steps += [batch.select(sorted(part)) for part in split_minibatches([order], self.config.num_minibatches)]
+            steps += [batch.select(sorted(part)) for part in split_minibatches(order, self.config.num_minibatches)]
         return steps
 
 

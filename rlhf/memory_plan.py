@@ -59,10 +59,10 @@ class MemoryPlan:
                     f"{self._remedy(gpu, phase)}"
                 )
         if isinstance(self.config, Config):
-            for kind, (settings, _) in self.config.rollout.kinds().items():
+            for kind, (settings, resources) in self.config.rollout.kinds().items():
                 key = kind_key(kind)
                 engine = self.roles[key]
-                if engine.kv_cache <= 0:
+                if engine.kv_cache <= 0 and not resources:  # those ask for GPUs of their own choice
                     raise ConfigError(
                         f"{key}.gpu_memory_fraction={settings.gpu_memory_fraction} leaves no KV cache: weights and "
                         f"activations take {(engine.weights + ENGINE_BYTES) / GIB:.1f} GiB; raise it, or "

@@ -14,8 +14,7 @@ from rlhf.batch import TrainBatch
 Span = tuple[int, int]  # so many tokens in a row, and so many that the last of them attends to
 
 ATTENDED_AGAIN = 0.25  # budget of a token that is only attended to: its keys and values are laid out once more
-NO_BUDGET = 1 << 62  # tokens
-PIECES = 4  # a piece of a group takes at most this part of a micro-batch: small enough to fill them evenly
+LARGEST_PIECE = 0.5  # of a micro-batch, or of a rank's share of the batch: so much of a group stays together
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,25 @@ class Unit:
         return math.ceil(sum(new + ATTENDED_AGAIN * (attended - new) for new, attended in self.spans))
 
     def cost(self, hidden_size: int) -> float:
-        """Relative FLOPs: ``12 H`` per token for the linear layers, ``2`` per pair of tokens for attention, per layer.
+        """Relative FLOPs of a layer: ``12 H^2 L + H L^2`` for a sequence of L tokens, up to a common factor.
 
-        ``12 H^2 L + 2 L^2 H`` for a sequence of L tokens, up to a common factor (Kaplan et al. 2020, table 1; causal
-        attention halves the square).
+        Kaplan et al. 2020, table 1; causal attention halves its square.
         """
-        return sum(12.0 * hidden_size * new + 2.0 * attention_pairs(new, attended) for new, attended in self.spans)
+        return sum(12.0 * hidden_size * new + attention_pairs(new, attended) for new, attended in self.spans)
+
+    def pieces(self, most_tokens: float) -> list["Unit"]:
+        """The unit, or parts of it of at most ``most_tokens`` or of a single sequence."""
+        if len(self.members) == 1 or self.tokens <= most_tokens:
+            return [self]
+        (prompt, _), *completions = self.spans
+        lengths = [new for new, _ in completions]
+        pieces, start = [], 0
+        for end in range(1, len(lengths) + 1):
+            longer = Unit(self.members[start : end + 1], prompt_spans(prompt, lengths[start : end + 1]))
+            if end == len(lengths) or longer.tokens > most_tokens:
+                pieces.append(Unit(self.members[start:end], prompt_spans(prompt, lengths[start:end])))
+                start = end
+        return pieces
 
 
 def attention_pairs(new: int, attended: int) -> int:
@@ -51,35 +63,28 @@ def prompt_spans(prompt: int, completions: Sequence[int]) -> tuple[Span, ...]:
     return ((prompt, prompt), *((length, prompt + length) for length in completions))
 
 
-def prompt_units(batch: TrainBatch, *, share_prompts: bool, token_budget: int) -> list[Unit]:
-    """Every sequence by itself; or, where ``share_prompts``, those with one prompt together, cut into handy pieces."""
+def whole_groups(batch: TrainBatch, *, share_prompts: bool) -> list[Unit]:
+    """Every sequence by itself; or, where ``share_prompts``, all neighbours with the same prompt together."""
+    runs = batch.prompt_runs() if share_prompts else [range(i, i + 1) for i in range(batch.num_sequences)]
     prompts, completions = batch.prompt_lengths.tolist(), batch.completion_lengths.tolist()
+    return [Unit(run, prompt_spans(prompts[run.start], completions[run.start : run.stop])) for run in runs]
 
-    def unit(members: range) -> Unit:
-        return Unit(members, prompt_spans(prompts[members[0]], [completions[i] for i in members]))
 
-    if not share_prompts:
-        return [unit(range(i, i + 1)) for i in range(batch.num_sequences)]
-    units = []
-    for run in batch.prompt_runs():
-        start = run.start
-        for end in run:
-            if end > start and unit(range(start, end + 1)).tokens > token_budget // PIECES:
-                units.append(unit(range(start, end)))
-                start = end
-        units.append(unit(range(start, run.stop)))
-    return units
+def prompt_units(batch: TrainBatch, *, share_prompts: bool, num_ranks: int, token_budget: int) -> list[Unit]:
+    """As ``whole_groups``, cut into pieces small enough to fill all micro-batches of all ranks evenly."""
+    groups = whole_groups(batch, share_prompts=share_prompts)
+    share = sum(group.tokens for group in groups) / num_ranks
+    most_tokens = LARGEST_PIECE * min(token_budget, share)
+    return [piece for group in groups for piece in group.pieces(most_tokens)]
 
 
 def batch_spans(batch: TrainBatch, *, share_prompts: bool) -> list[Span]:
     """The spans of a whole batch, were it one micro-batch."""
-    return [
-        span for unit in prompt_units(batch, share_prompts=share_prompts, token_budget=NO_BUDGET) for span in unit.spans
-    ]
+    return [span for group in whole_groups(batch, share_prompts=share_prompts) for span in group.spans]
 
 
 def plan_micro_batches(
-    units: Sequence[Unit], *, num_ranks: int, token_budget: int, hidden_size: int = 1024
+    units: Sequence[Unit], *, num_ranks: int, token_budget: int, hidden_size: int
 ) -> list[list[list[int]]]:
     """Assigns units to ranks and micro-batches.
 
@@ -96,7 +101,7 @@ def plan_micro_batches(
     assert units, "no sequence to plan for"
     tokens = [unit.tokens for unit in units]
     costs = [unit.cost(hidden_size) for unit in units]
-    assert max(tokens) <= token_budget, f"a sequence of {max(tokens)} tokens exceeds the budget of {token_budget}"
+    assert max(tokens) <= token_budget, f"{max(tokens)} tokens that stay together exceed the budget of {token_budget}"
     rounds = max(1, -(-sum(tokens) // (token_budget * num_ranks)))
     while (bins := _fill(tokens, costs, rounds * num_ranks, token_budget)) is None:
         rounds += 1
@@ -120,9 +125,8 @@ def _fill(tokens: Sequence[int], costs: Sequence[float], num_bins: int, token_bu
     return bins
 
 
-def split_minibatches(groups: Sequence[Sequence[int]], num_minibatches: int) -> list[list[int]]:
-    """Deals indices, given as shuffled units, into ``num_minibatches`` lists of equal size."""
-    flat = [i for unit in groups for i in unit]
-    assert len(flat) % num_minibatches == 0, f"{len(flat)} sequences do not split into {num_minibatches} mini-batches"
-    size = len(flat) // num_minibatches
-    return [flat[k * size : (k + 1) * size] for k in range(num_minibatches)]
+def split_minibatches(order: Sequence[int], num_minibatches: int) -> list[list[int]]:
+    """Cuts shuffled indices into ``num_minibatches`` lists of equal size."""
+    assert len(order) % num_minibatches == 0, f"{len(order)} sequences do not split into {num_minibatches} mini-batches"
+    size = len(order) // num_minibatches
+    return [list(order[k * size : (k + 1) * size]) for k in range(num_minibatches)]

@@ -13,7 +13,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from rlhf.config import Config, RewardTrainingConfig, kind_key, require
 from rlhf.errors import ConfigError
-from rlhf.shapes import model_shape
+from rlhf.shapes import read_model_config
 
 S = TypeVar("S")
 
@@ -81,7 +81,7 @@ def to_yaml(config: Config | RewardTrainingConfig) -> str:
 
 def validate_model(config: Config) -> None:
     """Checks what needs the model's shape: tensor parallelism and context length. Raises ConfigError."""
-    shape = model_shape(config.model.path)
+    shape = read_model_config(config.model.path)
     if shape is None:
         return
     heads = shape.get("num_attention_heads")

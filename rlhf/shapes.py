@@ -84,7 +84,7 @@ class ModelShape:
         return self.body_parameters + self.outer_parameters(lm_head=lm_head)
 
 
-def model_shape(path: str) -> dict[str, Any] | None:
+def read_model_config(path: str) -> dict[str, Any] | None:
     """The ``config.json`` of a local model directory, or None for a hub id that is not on disk. Raises ConfigError."""
     file = Path(path) / "config.json"
     if not file.is_file():
@@ -98,7 +98,7 @@ def model_shape(path: str) -> dict[str, Any] | None:
 
 def read_shape(path: str) -> ModelShape | None:
     """The shape of a local model directory, or of a hub model whose ``config.json`` is cached; None for others."""
-    config = model_shape(path)
+    config = read_model_config(path)
     if config is None:
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
@@ -107,5 +107,5 @@ def read_shape(path: str) -> ModelShape | None:
             cached = try_to_load_from_cache(path, "config.json")
         except HFValidationError:
             return None
-        config = model_shape(cached.removesuffix("config.json")) if isinstance(cached, str) else None
+        config = read_model_config(cached.removesuffix("config.json")) if isinstance(cached, str) else None
     return ModelShape.of(config) if config is not None else None

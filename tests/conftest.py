@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ QUIET_AND_OFFLINE = {  # read when torch, transformers and vLLM are imported, wh
 }
 for key, value in QUIET_AND_OFFLINE.items():
     os.environ.setdefault(key, value)
+
+hypothesis.settings.register_profile("any machine", deadline=None)  # how long an example takes proves nothing
+hypothesis.settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,28 @@ def test_newest_whole_one_is_found_and_old_ones_go(tmp_path: Path) -> None:
     assert store.steps() == [10, 15]
     found = store.find("auto")
     assert found is not None
-    assert read_state(found) == {"step": 15}
+    assert read_state(found)["step"] == 15
+
+
+def test_a_run_that_starts_anew_keeps_its_own(tmp_path: Path) -> None:
+    old = CheckpointStore(tmp_path, keep=2)
+    write(old, 90)
+    write(old, 100)
+    new = CheckpointStore(tmp_path, keep=2)
+    assert new.find("none") is None and not new.holds(100), "it is another run's"
+    write(new, 7)
+    assert new.holds(7)
+    assert new.steps() == [100, 7], "the newest is the one written last"
+    assert CheckpointStore(tmp_path, keep=2).find("auto") == new.path(7)
+    write(new, 100)
+    assert new.steps() == [7, 100]
+
+
+def test_a_run_that_goes_on_holds_what_it_went_on_from(tmp_path: Path) -> None:
+    write(CheckpointStore(tmp_path, keep=2), 5)
+    store = CheckpointStore(tmp_path, keep=2)
+    assert store.find("auto") == store.path(5)
+    assert store.holds(5) and not store.holds(6)
 
 
 def test_an_interrupted_write_is_never_taken_for_a_checkpoint(tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def test_config_is_frozen(tmp_path: Path) -> None:
         (["rollout.autoscale={min: 2, max: 4}"], ["rollout.num_workers=1", "rollout.autoscale.min"]),
         (["rollout.extra_kinds.default.num_workers=2"], ["rollout.extra_kinds.default", "another name"]),
         (["rollout.extra_kinds.big.max_num_seqs=0"], ["rollout.extra_kinds.big.max_num_seqs=0", "at least 1"]),
-        (["rollout.num_workers=0"], ["rollout.num_workers=0", "at least 1"]),
+        (["rollout.extra_kinds.big.num_workers=-1"], ["rollout.extra_kinds.big.num_workers=-1", "at least 0"]),
         (["rollout.max_staleness=-1"], ["rollout.max_staleness=-1", "at least 0"]),
         (["rollout.num_workers"], ["'rollout.num_workers' is not key=value", "for example"]),
     ],

@@ -237,4 +237,4 @@ class RandomHistory(RuleBasedStateMachine):
 
 
 TestRandomHistories = RandomHistory.TestCase
-TestRandomHistories.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestRandomHistories.settings = settings(max_examples=200, stateful_step_count=50)

@@ -301,6 +301,13 @@ def test_what_does_not_fit_is_one_line_with_the_key(
         assert part in str(caught.value)
 
 
+def test_a_kind_that_asks_for_other_gpus_is_not_judged_by_these(tmp_path: Path) -> None:
+    kind = "rollout.extra_kinds.other={gpu_memory_fraction: 0.1, resources: {h200: 1}}"
+    plan = plan_memory(with_shape(tmp_path, QWEN_7B, "grpo_7b_2x8a100.yaml", kind), 80 * GIB)
+    assert plan is not None and plan.roles["rollout.extra_kinds.other"].kv_cache < 0
+    plan.check()
+
+
 def test_a_role_checks_its_own_gpu(tmp_path: Path) -> None:
     config = with_shape(tmp_path, QWEN_7B, "grpo_7b_2x8a100.yaml", "learner.num_ranks=1")
     plan = plan_memory(config, 80 * GIB)

@@ -6,7 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf.batch import TrainBatch
-from rlhf.packing import Unit, attention_pairs, batch_spans, plan_micro_batches, prompt_units, split_minibatches
+from rlhf.packing import (
+    Unit,
+    attention_pairs,
+    batch_spans,
+    plan_micro_batches,
+    prompt_units,
+    split_minibatches,
+    whole_groups,
+)
 
 
 def whole(lengths: list[int]) -> list[Unit]:
@@ -35,7 +43,7 @@ def groups_batch(groups: list[tuple[int, list[int]]]) -> TrainBatch:
 )
 def test_plan_invariants(lengths: list[int], num_ranks: int, spare: int) -> None:
     budget = max(lengths) + spare
-    plan = plan_micro_batches(whole(lengths), num_ranks=num_ranks, token_budget=budget)
+    plan = plan_micro_batches(whole(lengths), num_ranks=num_ranks, token_budget=budget, hidden_size=64)
     assert len(plan) == num_ranks
     assert len({len(rank) for rank in plan}) == 1, "ranks must agree on the number of micro-batches"
     everything = [i for rank in plan for micro in rank for i in micro]
@@ -45,7 +53,7 @@ def test_plan_invariants(lengths: list[int], num_ranks: int, spare: int) -> None
 
 def test_plan_is_tight_and_balanced() -> None:
     lengths = [100] * 64
-    plan = plan_micro_batches(whole(lengths), num_ranks=4, token_budget=800)
+    plan = plan_micro_batches(whole(lengths), num_ranks=4, token_budget=800, hidden_size=64)
     assert [len(rank) for rank in plan] == [2] * 4
     assert all(len(micro) == 8 for rank in plan for micro in rank)
 
@@ -57,37 +65,46 @@ def test_long_sequences_are_weighed_by_attention() -> None:
     (alone,) = [rank[0] for rank in plan if 0 in rank[0]]
     assert alone == [0]
     long, *short = whole(lengths)
-    assert long.cost(64) == 4000 * (12 * 64 + 2 * 4000) > sum(unit.cost(64) for unit in short)
+    assert long.cost(64) == 4000 * (12 * 64 + 4000) > sum(unit.cost(64) for unit in short)
 
 
 def test_fewer_sequences_than_ranks_leaves_empty_micro_batches() -> None:
-    plan = plan_micro_batches(whole([10]), num_ranks=3, token_budget=16)
+    plan = plan_micro_batches(whole([10]), num_ranks=3, token_budget=16, hidden_size=64)
     assert sorted(len(rank[0]) for rank in plan) == [0, 0, 1]
 
 
 def test_a_sequence_over_budget_is_a_bug() -> None:
-    with pytest.raises(AssertionError, match="exceeds the budget"):
-        plan_micro_batches(whole([17]), num_ranks=1, token_budget=16)
+    with pytest.raises(AssertionError, match="exceed the budget"):
+        plan_micro_batches(whole([17]), num_ranks=1, token_budget=16, hidden_size=64)
 
 
 def test_a_shared_prompt_counts_once_and_a_quarter_for_each_who_attends_to_it() -> None:
     batch = groups_batch([(8, [3, 5]), (4, [2])])
-    units = prompt_units(batch, share_prompts=True, token_budget=1000)
+    units = whole_groups(batch, share_prompts=True)
     assert [unit.members for unit in units] == [range(2), range(2, 3)]
     assert units[0].spans == ((8, 8), (3, 11), (5, 13)) and units[1].spans == ((6, 6),)
     assert [unit.tokens for unit in units] == [8 + 3 + 5 + 2 * 2, 6]
     # every pair of tokens is looked at once: as often as by two whole sequences, less the prompt's own
     pairs = sum(attention_pairs(*span) for span in units[0].spans)
     assert pairs == 11 * 11 + 13 * 13 - 8 * 8
-    assert units[0].cost(10) == 12 * 10 * 16 + 2 * pairs
+    assert units[0].cost(10) == 12 * 10 * 16 + pairs
     assert batch_spans(batch, share_prompts=False) == [(11, 11), (13, 13), (6, 6)]
 
 
 def test_large_groups_are_cut_into_pieces() -> None:
     batch = groups_batch([(10, [10] * 8)])
-    units = prompt_units(batch, share_prompts=True, token_budget=200)  # pieces of 50 at most: 10 + 3 x (10 + 2.5)
+    units = prompt_units(batch, share_prompts=True, num_ranks=1, token_budget=100)  # 50 at most: 10 + 3 x (10 + 2.5)
     assert [unit.members for unit in units] == [range(3), range(3, 6), range(6, 8)]
-    assert [len(unit.members) for unit in prompt_units(batch, share_prompts=False, token_budget=200)] == [1] * 8
+    assert [unit.spans for unit in units][2] == ((10, 10), (10, 20), (10, 20))
+    apart = prompt_units(batch, share_prompts=False, num_ranks=1, token_budget=100)
+    assert [unit.members for unit in apart] == [range(i, i + 1) for i in range(8)]
+
+
+def test_a_group_is_spread_over_ranks_that_would_idle() -> None:
+    batch = groups_batch([(10, [10] * 8)])  # 110 tokens: 27 for each of four ranks, and a sequence alone takes 20
+    units = prompt_units(batch, share_prompts=True, num_ranks=4, token_budget=1000)
+    plan = plan_micro_batches(units, num_ranks=4, token_budget=1000, hidden_size=64)
+    assert [len(rank[0]) for rank in plan] == [2] * 4
 
 
 @given(
@@ -102,9 +119,10 @@ def test_plan_of_shared_prompts_keeps_the_budget(
 ) -> None:
     batch = groups_batch(groups)
     budget = int(batch.sequence_lengths.max()) + spare
-    units = prompt_units(batch, share_prompts=True, token_budget=budget)
+    units = prompt_units(batch, share_prompts=True, num_ranks=num_ranks, token_budget=budget)
     assert [i for unit in units for i in unit.members] == list(range(batch.num_sequences))
-    plan = plan_micro_batches(units, num_ranks=num_ranks, token_budget=budget)
+    plan = plan_micro_batches(units, num_ranks=num_ranks, token_budget=budget, hidden_size=64)
+    assert len({len(rank) for rank in plan}) == 1, "ranks must agree on the number of micro-batches"
     micro_batches = [micro for rank in plan for micro in rank if micro]
     assert sorted(i for micro in micro_batches for i in micro) == list(range(batch.num_sequences))
     for micro in micro_batches:  # pieces of one group that meet again share the prompt too, and take less
@@ -113,7 +131,7 @@ def test_plan_of_shared_prompts_keeps_the_budget(
 
 
 def test_minibatches_are_equal_and_complete() -> None:
-    parts = split_minibatches([[3, 1], [0, 2]], 2)
+    parts = split_minibatches([3, 1, 0, 2], 2)
     assert parts == [[3, 1], [0, 2]]
     with pytest.raises(AssertionError, match="do not split"):
-        split_minibatches([[0, 1, 2]], 2)
+        split_minibatches([0, 1, 2], 2)

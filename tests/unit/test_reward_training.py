@@ -73,7 +73,7 @@ def test_micro_batches_add_up_to_the_whole() -> None:
 def test_pairs_stay_together(lengths: list[tuple[int, int]], num_ranks: int, spare: int) -> None:
     budget = max(map(sum, lengths)) + spare
     flat = [length for pair in lengths for length in pair]
-    plan = plan_micro_batches(pair_units(flat), num_ranks=num_ranks, token_budget=budget)
+    plan = plan_micro_batches(pair_units(flat), num_ranks=num_ranks, token_budget=budget, hidden_size=64)
     assert len({len(rank) for rank in plan}) == 1, "ranks must agree on the number of micro-batches"
     micro_batches = [micro for rank in plan for micro in rank]
     assert sorted(i for micro in micro_batches for i in micro) == list(range(len(flat)))
@@ -92,6 +92,7 @@ def test_configuration_round_trips(tmp_path: Path) -> None:
     ("override", "complaint"),
     [
         ("learner.micro_batch_tokens=100", r"learner\.micro_batch_tokens=100 cannot hold one pair .* = 258 tokens"),
+        ("learner.share_prompts=true", r"learner\.share_prompts: a reward model reads whole texts"),
         ("batch_pairs=0", r"batch_pairs=0 must be at least 1"),
         ("rollout.num_workers=2", r"rollout: Key 'rollout' not in 'RewardTrainingConfig'"),
     ],

@@ -1,0 +1,120 @@
+"""What every training run does alike: start, stop, try again, and sum up."""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from actors.cluster import ActorCluster
+from rlhf.checkpoint import CheckpointStore
+from rlhf.config import Config, ModelConfig, RewardTrainingConfig
+from rlhf.driver import Driver
+from rlhf.errors import ConfigError, RoleLostError
+from rlhf.reward_loop import RewardTraining
+from rlhf.tracking import Tracker, print_summary, write_summary
+
+Actors = TypeVar("Actors", bound=ActorCluster)
+AnyConfig = TypeVar("AnyConfig", Config, RewardTrainingConfig)
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer. Raises ConfigError naming model.path."""
+    try:
+        return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path={model.path}: no tokenizer loads from there ({str(error).splitlines()[0]}); give a "
+            "Hugging Face directory, or a hub id that this machine can reach"
+        ) from error
+
+
+def keep_trying(
+    config: AnyConfig, checkpoints: CheckpointStore, attempt: Callable[[AnyConfig], dict[str, Any]]
+) -> dict[str, Any]:
+    """Makes attempts until one ends without losing an actor, each from the last checkpoint of the one before.
+
+    Raises RoleLostError when ``checkpoint.max_restarts`` are used up.
+    """
+    for restarts_left in reversed(range(config.checkpoint.max_restarts + 1)):
+        try:
+            return attempt(config)
+        except RoleLostError as error:
+            if restarts_left == 0:
+                raise
+            whence = "the last checkpoint" if checkpoints.current else "the beginning"
+            print(f"restarting from {whence} ({restarts_left} restart(s) left): {error}", flush=True)
+        if checkpoints.current:  # whatever checkpoint.resume said at first
+            config = replace(config, checkpoint=replace(config.checkpoint, resume=str(checkpoints.current)))
+    raise AssertionError("the last attempt returns or raises")
+
+
+@contextlib.contextmanager
+def started(cluster: Actors, tracker: Tracker) -> Iterator[Actors]:
+    """The cluster with all its actors up; how long that takes is a phase of the run."""
+    with contextlib.ExitStack() as stack:
+        with tracker.phase("start"):
+            stack.enter_context(cluster)
+        yield cluster
+
+
+@contextlib.contextmanager
+def stops_at_step_end(loop: Driver | RewardTraining) -> Iterator[None]:
+    """First Ctrl-C (or SIGTERM): finish the step, save, stop. Second: stop now.
+
+    Who has asked to stop gets no restart: an actor that is lost before the step's end stops the run there.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def request(signum: int, frame: FrameType | None) -> None:
+        if loop.stop_requested:
+            raise KeyboardInterrupt
+        loop.stop_requested = True
+        # Not through the tracker: a signal may land in the middle of its own write.
+        os.write(2, b"\nstopping at the end of this step, with a checkpoint; Ctrl-C again stops at once\n")
+
+    previous = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except RoleLostError as error:
+        if loop.stop_requested:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def summarise(
+    loop: Driver | RewardTraining,
+    num_steps: int,
+    tracker: Tracker,
+    final_model: Path | None,
+    device: str,
+    memory: dict[str, dict[str, float]],
+) -> dict[str, Any]:
+    """Writes summary.json and prints it as a table; says how to go on after a stop. ``num_steps``: of the whole run."""
+    finished = loop.step >= num_steps
+    summary = write_summary(
+        tracker.run_dir,
+        eval_before=loop.evaluations.get(0),
+        eval_after=loop.evaluations.get(num_steps),
+        steps=loop.step,
+        tracker=tracker,
+        device=device,
+        peak_memory_gib=memory,
+        final_model=final_model,
+        status="completed" if finished else "interrupted",
+    )
+    print_summary(summary)
+    if not finished:
+        tracker.note(f"stopped after step {loop.step} of {num_steps}; the same command goes on from there")
+    return summary
