@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForS
 
 from rlhf.batch import TrainBatch
 from rlhf.errors import ConfigError
+from rlhf.packing import Unit, whole_groups
 
 PACKED_ATTENTION = "rlhf_packed"
 
@@ -42,63 +43,57 @@ class PackedInputs:
 
 def packed_inputs(batch: TrainBatch, device: torch.device, *, share_prompts: bool = False) -> PackedInputs:
     """The model inputs of a packed batch. ``share_prompts``: neighbours with the same prompt compute it once."""
-    starts = (torch.cumsum(batch.sequence_lengths, 0) - batch.sequence_lengths).tolist()
-    prompts, completions = batch.prompt_lengths.tolist(), batch.completion_lengths.tolist()
-    sources, positions, attended, predictors, spans = [], [], [], [], []  # all but the last in ranges
-    num_tokens = 0
+    groups = whole_groups(batch, share_prompts=share_prompts)
+    lengths, indices = batch.sequence_lengths, torch.arange(batch.num_sequences)
+    starts = torch.cumsum(lengths, 0) - lengths
+    positions = torch.arange(len(batch.tokens)) - starts.repeat_interleave(lengths)
+    is_completion = positions >= batch.prompt_lengths.repeat_interleave(lengths)
+    completion = is_completion.nonzero(as_tuple=True)[0]
 
-    def add_span(source: range, position: int, before: range) -> range:
-        """Takes ``source`` of the batch's tokens, which attend to ``before`` and to themselves; where they are now."""
-        nonlocal num_tokens
-        own = range(num_tokens, num_tokens + len(source))
-        num_tokens = own.stop
-        sources.append(source)
-        positions.append(range(position, position + len(source)))
-        attended.extend((before, own))
-        spans.append((len(source), len(before) + len(source)))
-        return own
+    # The first of a group computes the prompt. place: where each token of the whole sequences is computed.
+    first = torch.tensor([group.members.start for group in groups for _ in group.members])
+    own = is_completion | (first == indices).repeat_interleave(lengths)
+    place = own.cumsum(0) - 1
+    place[~own] = place[(starts[first].repeat_interleave(lengths) + positions)[~own]]
 
-    for run in batch.prompt_runs() if share_prompts else [range(i, i + 1) for i in range(batch.num_sequences)]:
-        start, prompt = starts[run.start], prompts[run.start]
-        if len(run) == 1:
-            own = add_span(range(start, start + prompt + completions[run.start]), 0, range(0))
-            predictors.append(own[prompt - 1 : -1])
-            continue
-        shared = add_span(range(start, start + prompt), 0, range(0))
-        for i in run:
-            completion = range(starts[i] + prompt, starts[i] + prompt + completions[i])
-            own = add_span(completion, prompt, shared)
-            predictors += [shared[-1:], own[:-1]]
-    lengths, num_keys = torch.tensor(spans).unbind(1)
-    ends = [range(a + n, a + n + m) for a, n, m in zip(starts, prompts, completions, strict=True)]
+    spans = [span for group in groups for span in group.spans]
+    num_tokens, num_keys = torch.tensor(spans).unbind(1)
+    shared = len(spans) > len(groups)
     parts = [
-        batch.tokens[_indices(sources)],
-        _indices(positions),
-        F.pad(lengths.cumsum(0), (1, 0)),
+        batch.tokens[own],
+        positions[own],
+        F.pad(num_tokens.cumsum(0), (1, 0)),
         F.pad(num_keys.cumsum(0), (1, 0)),
-        _indices(predictors),
-        batch.tokens[_indices(ends)],
-        _indices(attended) if len(spans) > batch.num_sequences else torch.empty(0, dtype=torch.long),
+        place[completion - 1],
+        batch.tokens[completion],
+        _attended(batch, groups, place) if shared else place[:0],
     ]
     whole = torch.cat(parts)
     if device.type == "cuda":  # one copy that nobody waits for
         whole = whole.pin_memory().to(device, non_blocking=True)
-    tokens, places, borders, key_borders, predicting, targets, keys = whole.split([len(part) for part in parts])
+    tokens, own_positions, borders, key_borders, predictors, targets, attended = whole.split([len(p) for p in parts])
     return PackedInputs(
         tokens=tokens,
-        positions=places,
+        positions=own_positions,
         borders=borders.int(),
         key_borders=key_borders.int(),
-        max_length=int(lengths.max()),
+        max_length=int(num_tokens.max()),
         max_keys=int(num_keys.max()),
-        predictors=predicting,
+        predictors=predictors,
         targets=targets,
-        attended=keys if len(keys) else None,
+        attended=attended if shared else None,
     )
 
 
-def _indices(ranges: Sequence[range]) -> Tensor:
-    return torch.cat([torch.arange(r.start, r.stop) for r in ranges])
+def _attended(batch: TrainBatch, groups: Sequence[Unit], place: Tensor) -> Tensor:
+    """What the spans attend to: a whole sequence each, and before those of a group with a shared prompt the prompt."""
+    sequences = place.split(batch.sequence_lengths.tolist())
+    found = []
+    for group in groups:
+        if len(group.members) > 1:
+            found.append(sequences[group.members.start][: batch.prompt_lengths[group.members.start]])
+        found += sequences[group.members.start : group.members.stop]
+    return torch.cat(found)
 
 
 def _packed_attention(
