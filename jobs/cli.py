@@ -144,7 +144,7 @@ def show_plan(settings: Config, device: str) -> None:
 def show_memory(settings: Config, gpu_memory_gib: float) -> None:
     """Prints the predicted memory of every role and GPU. Raises ConfigError where something does not fit."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from rlhf.memory import GIB, kv_token_bytes
     from rlhf.memory_plan import plan_memory
@@ -157,7 +157,7 @@ def show_memory(settings: Config, gpu_memory_gib: float) -> None:
         )
         return
     columns = ("weights", "grads", "optim.", "working", "KV", "other", "peak")
-    table = Table("role", *columns, title=f"predicted GiB of each role on one GPU of {gpu_memory_gib:g}")
+    table = Table(Column("role", overflow="fold"), *columns, title=f"predicted GiB of each role on one GPU of {gpu_memory_gib:g}")
     for role, memory in plan.roles.items():
         held = (memory.weights, memory.gradients, memory.optimizer, max(memory.training, memory.scoring))
         parts = (*held, memory.kv_cache, memory.other, memory.peak)
