@@ -157,7 +157,8 @@ def show_memory(settings: Config, gpu_memory_gib: float) -> None:
         )
         return
     columns = ("weights", "grads", "optim.", "working", "KV", "other", "peak")
-    table = Table(Column("role", overflow="fold"), *columns, title=f"predicted GiB of each role on one GPU of {gpu_memory_gib:g}")
+    title = f"predicted GiB of each role on one GPU of {gpu_memory_gib:g}"
+    table = Table(Column("role", overflow="fold"), *columns, title=title)
     for role, memory in plan.roles.items():
         held = (memory.weights, memory.gradients, memory.optimizer, max(memory.training, memory.scoring))
         parts = (*held, memory.kv_cache, memory.other, memory.peak)
