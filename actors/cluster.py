@@ -77,13 +77,12 @@ def resolve_device(config: Config | RewardTrainingConfig) -> Device:
     return "gpu" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
 
 
-def gpu_env(role: str, num_cpus: float, *, colocated: bool) -> dict[str, str]:
+def gpu_env(role: str, num_cpus: float) -> dict[str, str]:
     """What an actor on a GPU needs in its environment before torch is imported."""
     # torch.compile's default is a pool of worker processes as wide as the machine; vLLM needs those cores.
     env = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, int(num_cpus)))}
-    if role != "rollout" and not (role == "learner" and colocated):
-        # Fewer holes between blocks of ragged sizes. Not where CUDA IPC handles of the memory are handed out, and not
-        # under vLLM's sleep mode, whose memory pool does not go with it.
+    if role != "rollout":
+        # Fewer holes between blocks of ragged sizes. Not under vLLM's sleep mode: its memory pool does not go with it.
         env["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return env
 
@@ -158,7 +157,7 @@ class ActorCluster:
         }
         if self.device == "cpu":
             return env | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-        return env | gpu_env(role, slot.num_cpus, colocated=self._config.placement.colocated)
+        return env | gpu_env(role, slot.num_cpus)
 
     def _start(self, role: str) -> Call[Any]:
         group = self._groups[role]

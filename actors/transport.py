@@ -306,7 +306,10 @@ def shareable_memory(num_bytes: int, device: torch.device) -> tuple[Tensor, byte
     if device.type == "cpu":
         path = f"/proc/{os.getpid()}/fd/{os.memfd_create('rlhf-weights')}"
         return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8), path.encode()
+    # CUDA IPC hands out plain segments only; this process's others may grow (actors.cluster.gpu_env).
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
     memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    torch._C._accelerator_setAllocatorSettings(os.environ.get("PYTORCH_ALLOC_CONF", ""))
     return memory, pickle.dumps(reduce_tensor(memory)[1])
 
 
