@@ -38,7 +38,6 @@ class ReferenceActor(RankActor):
             token_budget=config.reference.micro_batch_tokens,
             device=device,
             compiled=config.learner.compile,
-            share_prompts=config.learner.share_prompts,
         )
 
     def score(self, batch: TrainBatch) -> Part:

@@ -34,7 +34,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "compile": {"zero_stage": 1, "gradient_checkpointing": False, "compile": True},
     "compile-32k": {"zero_stage": 1, "gradient_checkpointing": False, "compile": True, "micro_batch_tokens": 32768},
     "compile-chunk4k": {"zero_stage": 1, "gradient_checkpointing": False, "compile": True, "logits_chunk_tokens": 4096},
-    "compile-share": {"zero_stage": 1, "gradient_checkpointing": False, "compile": True, "share_prompts": True},
 }
 GROUP = 8  # completions per prompt
 
@@ -89,7 +88,7 @@ def measure(model: str, batch: TrainBatch, variant: dict[str, Any], repeats: int
     seconds = sorted(times)[len(times) // 2]
     num_tokens = len(batch.tokens)
     shape = ModelShape.of(engine.model.lm.config.to_dict())
-    spans = batch_spans(batch, share_prompts=config.share_prompts)
+    spans = batch_spans(batch)
     flops = update_flops(shape, spans, batch.num_completion_tokens) if shape is not None else math.nan
     peaks = device_peaks(torch.cuda.get_device_name()) if device.type == "cuda" else None
     return {

@@ -202,9 +202,6 @@ class LearnerConfig:
     # torch.compile the decoder layers, of reference and reward model too on a GPU; needs zero_stage < 3
     compile: bool = False
     micro_batch_tokens: int = 8192  # token budget of one packed forward
-    # completions of a group compute their prompt once per micro-batch, not each for itself; the reference does as the
-    # learner
-    share_prompts: bool = False
     logits_chunk_tokens: int = 1024  # the LM head runs on so many tokens at once
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     cpus_per_rank: int = 1
@@ -615,10 +612,6 @@ class RewardTrainingConfig:
             self.learner.micro_batch_tokens >= self.max_pair_tokens,
             f"learner.micro_batch_tokens={self.learner.micro_batch_tokens} cannot hold one pair of 2 x "
             f"(data.max_tokens + 1) = {self.max_pair_tokens} tokens; raise it to that, or lower data.max_tokens",
-        )
-        require(
-            not self.learner.share_prompts,
-            "learner.share_prompts: a reward model reads whole texts, and has no prompts to share; leave it out",
         )
 
     @property

@@ -151,18 +151,25 @@ class Engine:
         return dist.get_world_size()
 
     @torch.no_grad()
-    def forward(self, micro_batches: Sequence[TrainBatch | None], pick: Callable[[Any], Tensor]) -> list[Tensor]:
-        """``pick(output)`` of each micro-batch, on CPU. None entries run a dummy, so that ranks stay in step."""
+    def forward(
+        self, micro_batches: Sequence[TrainBatch | None], pick: Callable[[Any], Tensor], *, share_prompts: bool = False
+    ) -> list[Tensor]:
+        """``pick(output)`` of each micro-batch, on CPU. None entries run a dummy, so that ranks stay in step.
+
+        ``share_prompts``: as of ``packed_inputs``; the micro-batches were planned for it.
+        """
         self.engine.eval()
         results = []
         for batch in micro_batches:
-            output = pick(self.engine(self._inputs(batch)))
+            output = pick(self.engine(self._inputs(batch, share_prompts)))
             if batch is not None:
                 results.append(output.cpu())
         return results
 
-    def step(self, micro_batches: Sequence[TrainBatch | None], loss_fn: LossFn) -> dict[str, float]:
-        """One optimiser step over the micro-batches of all ranks.
+    def step(
+        self, micro_batches: Sequence[TrainBatch | None], loss_fn: LossFn, *, share_prompts: bool = False
+    ) -> dict[str, float]:
+        """One optimiser step over the micro-batches of all ranks. ``share_prompts``: as of ``forward``.
 
         Returns the stats summed over micro-batches and ranks, with ``loss``, ``grad_norm`` (before clipping) and
         ``learning_rate``. Every rank must come with the same number of micro-batches.
@@ -170,7 +177,7 @@ class Engine:
         self.engine.train()
         sums: dict[str, Tensor] = {}
         for batch in micro_batches:
-            output = self.engine(self._inputs(batch))
+            output = self.engine(self._inputs(batch, share_prompts))
             if batch is None:
                 loss, stats = _zero_loss(output), {}
             else:
@@ -195,9 +202,9 @@ class Engine:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients)
 
-    def _inputs(self, batch: TrainBatch | None) -> PackedInputs:
+    def _inputs(self, batch: TrainBatch | None, share_prompts: bool) -> PackedInputs:
         batch = _dummy_batch() if batch is None else batch
-        return packed_inputs(batch, self.device, share_prompts=self.config.share_prompts)
+        return packed_inputs(batch, self.device, share_prompts=share_prompts)
 
     def _sum_over_ranks(self, sums: dict[str, Tensor]) -> dict[str, float]:
         values = torch.stack(list(sums.values())).tolist() if sums else []  # waits for the device once

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rlhf.batch import Rollout, TrainBatch
 from rlhf.errors import ConfigError
 from rlhf.models import PackedModel, PolicyModel, ScalarModel, packed_inputs
-from rlhf.packing import plan_micro_batches, prompt_units
+from rlhf.packing import plan_micro_batches, prompt_units, worth_sharing
 
 
 class FrozenScorer:
@@ -25,25 +25,21 @@ class FrozenScorer:
         token_budget: int,
         device: torch.device,
         compiled: bool = False,
-        share_prompts: bool = False,
     ) -> None:
-        """``compiled``: fuse the decoder layers, on a GPU (a CPU would take minutes to gain nothing).
-
-        ``share_prompts``: neighbours with the same prompt compute it once.
-        """
+        """``compiled``: fuse the decoder layers, on a GPU (a CPU would take minutes to gain nothing)."""
         self.model = model.to(device).eval().requires_grad_(False)
         if compiled and device.type == "cuda":
             self.model.compile_layers()
         self._rank, self._num_ranks, self._token_budget, self._device = rank, num_ranks, token_budget, device
-        self._share_prompts = share_prompts
 
     @torch.no_grad()
     def score(self, batch: TrainBatch) -> tuple[list[int], Tensor]:
         """(sequence indices, float32 [n] of their completion tokens): log-probabilities, or scalar scores."""
+        share_prompts = worth_sharing(batch)
         plan = plan_micro_batches(
             prompt_units(
                 batch,
-                share_prompts=self._share_prompts,
+                share_prompts=share_prompts,
                 num_ranks=self._num_ranks,
                 token_budget=self._token_budget,
             ),
@@ -52,11 +48,11 @@ class FrozenScorer:
             hidden_size=self.model.lm.config.hidden_size,
         )
         mine = [indices for indices in plan[self._rank] if indices]
-        pieces = [self._forward(batch.select(indices)) for indices in mine]
+        pieces = [self._forward(batch.select(indices), share_prompts) for indices in mine]
         return [i for indices in mine for i in indices], torch.cat(pieces) if pieces else torch.empty(0)
 
-    def _forward(self, batch: TrainBatch) -> Tensor:
-        output = self.model(packed_inputs(batch, self._device, share_prompts=self._share_prompts))
+    def _forward(self, batch: TrainBatch, share_prompts: bool) -> Tensor:
+        output = self.model(packed_inputs(batch, self._device, share_prompts=share_prompts))
         return (output[0] if isinstance(self.model, PolicyModel) else output).cpu()
 
 

@@ -23,7 +23,7 @@ from rlhf.algorithms.losses import (
 from rlhf.batch import TrainBatch, merge_scores
 from rlhf.config import AlgorithmConfig
 from rlhf.engine import Engine, LossFn
-from rlhf.packing import Unit, plan_micro_batches, prompt_units, split_minibatches
+from rlhf.packing import Unit, plan_micro_batches, prompt_units, split_minibatches, worth_sharing
 
 Part = tuple[list[int], Tensor]
 
@@ -45,30 +45,31 @@ class PackedLearner:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    def _micro_batches(self, batch: TrainBatch) -> list[list[int]]:
+    def _micro_batches(self, batch: TrainBatch, *, share_prompts: bool) -> list[list[int]]:
         """This rank's micro-batches of a batch that every rank holds, as sequence indices; some may be empty."""
         plan = plan_micro_batches(
-            self._units(batch),
+            self._units(batch, share_prompts),
             num_ranks=self.engine.world_size,
             token_budget=self.engine.config.micro_batch_tokens,
             hidden_size=self.engine.model.lm.config.hidden_size,
         )
         return plan[self.engine.rank]
 
-    def _units(self, batch: TrainBatch) -> list[Unit]:
+    def _units(self, batch: TrainBatch, share_prompts: bool) -> list[Unit]:
         """What of a batch stays in one micro-batch."""
-        config = self.engine.config
         return prompt_units(
             batch,
-            share_prompts=config.share_prompts,
+            share_prompts=share_prompts,
             num_ranks=self.engine.world_size,
-            token_budget=config.micro_batch_tokens,
+            token_budget=self.engine.config.micro_batch_tokens,
         )
 
     def _score(self, batch: TrainBatch, pick: Callable[[Any], Tensor]) -> Part:
         """(sequence indices, [n] scores of their completion tokens) of this rank's share."""
-        mine = self._micro_batches(batch)
-        pieces = self.engine.forward([batch.select(indices) if indices else None for indices in mine], pick)
+        share_prompts = worth_sharing(batch)
+        mine = self._micro_batches(batch, share_prompts=share_prompts)
+        selected = [batch.select(indices) if indices else None for indices in mine]
+        pieces = self.engine.forward(selected, pick, share_prompts=share_prompts)
         self.engine.release_gathered()
         return [i for indices in mine for i in indices], torch.cat(pieces) if pieces else torch.empty(0)
 
@@ -78,8 +79,10 @@ class PackedLearner:
         for batch in steps:
             assert batch.loss_weights is not None
             num_tokens = int((batch.loss_weights != 0).sum())
-            mine = [batch.select(indices) if indices else None for indices in self._micro_batches(batch)]
-            for name, value in self.engine.step(mine, make_loss(num_tokens)).items():
+            share_prompts = worth_sharing(batch)
+            mine = self._micro_batches(batch, share_prompts=share_prompts)
+            selected = [batch.select(indices) if indices else None for indices in mine]
+            for name, value in self.engine.step(selected, make_loss(num_tokens), share_prompts=share_prompts).items():
                 totals[name] = totals.get(name, 0.0) + value / len(steps)
         return totals
 

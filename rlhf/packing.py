@@ -2,7 +2,8 @@
 
 Every rank gets the same NUMBER of micro-batches by construction (ranks of ZeRO-3 that disagree on it wait for each
 other for ever), none exceeds the token budget, and micro-batches that run at the same time cost about the same.
-Sequences of a group may share their prompt: then it is computed once in each micro-batch that holds some of them.
+Where it saves enough, sequences of a group share their prompt: it is computed once in each micro-batch that holds some
+of them.
 """
 
 import math
@@ -14,6 +15,7 @@ from rlhf.batch import TrainBatch
 Span = tuple[int, int]  # so many tokens in a row, and so many that the last of them attends to
 
 ATTENDED_AGAIN = 0.25  # budget of a token that is only attended to: its keys and values are laid out once more
+WORTH_SHARING = 0.15  # of all tokens: saving fewer costs more time than it gains (benchmarks/RESULTS.md)
 LARGEST_PIECE = 0.5  # of a micro-batch, or of a rank's share of the batch: so much of a group stays together
 
 
@@ -63,6 +65,12 @@ def prompt_spans(prompt: int, completions: Sequence[int]) -> tuple[Span, ...]:
     return ((prompt, prompt), *((length, prompt + length) for length in completions))
 
 
+def worth_sharing(batch: TrainBatch) -> bool:
+    """Whether neighbours with the same prompt should compute it once: keys and values are laid out anew for that."""
+    repeated = sum(int(batch.prompt_lengths[run.start]) * (len(run) - 1) for run in batch.prompt_runs())
+    return repeated > WORTH_SHARING * len(batch.tokens)
+
+
 def whole_groups(batch: TrainBatch, *, share_prompts: bool) -> list[Unit]:
     """Every sequence by itself; or, where ``share_prompts``, all neighbours with the same prompt together."""
     runs = batch.prompt_runs() if share_prompts else [range(i, i + 1) for i in range(batch.num_sequences)]
@@ -78,9 +86,9 @@ def prompt_units(batch: TrainBatch, *, share_prompts: bool, num_ranks: int, toke
     return [piece for group in groups for piece in group.pieces(most_tokens)]
 
 
-def batch_spans(batch: TrainBatch, *, share_prompts: bool) -> list[Span]:
+def batch_spans(batch: TrainBatch) -> list[Span]:
     """The spans of a whole batch, were it one micro-batch."""
-    return [span for group in whole_groups(batch, share_prompts=share_prompts) for span in group.spans]
+    return [span for group in whole_groups(batch, share_prompts=worth_sharing(batch)) for span in group.spans]
 
 
 def plan_micro_batches(

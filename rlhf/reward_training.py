@@ -55,7 +55,7 @@ class RewardLearner(PackedLearner):
         """One optimiser step over the pairs of ``batch``."""
         return self._optimise([batch], lambda _: self._loss)
 
-    def _units(self, batch: TrainBatch) -> list[Unit]:
+    def _units(self, batch: TrainBatch, share_prompts: bool) -> list[Unit]:
         return pair_units(batch.sequence_lengths.tolist())
 
     def _loss(self, scores: Tensor, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -79,8 +79,6 @@ class Roofline:
     workers_per_gpu: int
     max_num_seqs: int  # of one rollout worker
     colocated: bool
-    policy_shares_prompts: bool
-    critic_shares_prompts: bool
 
     @classmethod
     def of(
@@ -105,8 +103,6 @@ class Roofline:
             workers_per_gpu=config.rollout_workers_per_gpu,
             max_num_seqs=config.rollout.max_num_seqs,
             colocated=colocated,
-            policy_shares_prompts=config.learner.share_prompts,
-            critic_shares_prompts=config.critic.share_prompts,
         )
 
     def figures(
@@ -138,10 +134,9 @@ class Roofline:
 
     def _update_flops(self, batch: TrainBatch, *, with_policy: bool) -> float:
         """FLOPs of one epoch. A critic's scalar head is too small to count."""
-        flops = 0.0
+        spans, flops = batch_spans(batch), 0.0
         if self.policy and with_policy:
-            spans = batch_spans(batch, share_prompts=self.policy_shares_prompts)
             flops += update_flops(self.policy, spans, batch.num_completion_tokens)
         if self.critic:
-            flops += update_flops(self.critic, batch_spans(batch, share_prompts=self.critic_shares_prompts), 0)
+            flops += update_flops(self.critic, spans, 0)
         return flops

@@ -14,6 +14,7 @@ from rlhf.packing import (
     prompt_units,
     split_minibatches,
     whole_groups,
+    worth_sharing,
 )
 
 
@@ -88,7 +89,16 @@ def test_a_shared_prompt_counts_once_and_a_quarter_for_each_who_attends_to_it() 
     pairs = sum(attention_pairs(*span) for span in units[0].spans)
     assert pairs == 11 * 11 + 13 * 13 - 8 * 8
     assert units[0].cost(10) == 12 * 10 * 16 + pairs
-    assert batch_spans(batch, share_prompts=False) == [(11, 11), (13, 13), (6, 6)]
+    apart = whole_groups(batch, share_prompts=False)
+    assert [unit.spans for unit in apart] == [((11, 11),), ((13, 13),), ((6, 6),)]
+
+
+def test_prompts_are_shared_where_that_saves_a_good_part_of_the_tokens() -> None:
+    assert worth_sharing(long_prompt := groups_batch([(8, [12] * 4)]))  # 24 of 80 tokens
+    assert batch_spans(long_prompt) == [(8, 8), *[(12, 20)] * 4]
+    assert not worth_sharing(long_answers := groups_batch([(8, [80] * 4)]))  # 24 of 352
+    assert batch_spans(long_answers) == [(88, 88)] * 4
+    assert not worth_sharing(groups_batch([(8, [1]), (8, [1]), (8, [1])])), "every prompt is another"
 
 
 def test_large_groups_are_cut_into_pieces() -> None:
@@ -126,7 +136,8 @@ def test_plan_of_shared_prompts_keeps_the_budget(
     micro_batches = [micro for rank in plan for micro in rank if micro]
     assert sorted(i for micro in micro_batches for i in micro) == list(range(batch.num_sequences))
     for micro in micro_batches:  # pieces of one group that meet again share the prompt too, and take less
-        spans = batch_spans(batch.select(micro), share_prompts=True)
+        groups = whole_groups(batch.select(micro), share_prompts=True)
+        spans = [span for group in groups for span in group.spans]
         assert sum(new + (attended - new) / 4 for new, attended in spans) <= budget
 
 

@@ -92,7 +92,6 @@ def test_configuration_round_trips(tmp_path: Path) -> None:
     ("override", "complaint"),
     [
         ("learner.micro_batch_tokens=100", r"learner\.micro_batch_tokens=100 cannot hold one pair .* = 258 tokens"),
-        ("learner.share_prompts=true", r"learner\.share_prompts: a reward model reads whole texts"),
         ("batch_pairs=0", r"batch_pairs=0 must be at least 1"),
         ("rollout.num_workers=2", r"rollout: Key 'rollout' not in 'RewardTrainingConfig'"),
     ],

@@ -110,8 +110,6 @@ def roofline(**changes: object) -> Roofline:
         "workers_per_gpu": 1,
         "max_num_seqs": 8,
         "colocated": False,
-        "policy_shares_prompts": False,
-        "critic_shares_prompts": False,
     }
     return Roofline(**(fields | changes))  # type: ignore[arg-type]
 
