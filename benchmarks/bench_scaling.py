@@ -1,6 +1,6 @@
 """More GPUs, more speed? Whole runs of ``rlhf train`` on 1 to --gpus GPUs of one host, one row each.
 
-python -m benchmarks.bench_scaling MODEL_DIR [KEY=VALUE ...] --gpus 4 [--parts separate colocate overlap] [--out FILE]
+python -m benchmarks.bench_scaling MODEL_DIR [KEY=VALUE ...] --gpus 4 [--parts separate overlap ...] [--out FILE]
 python -m benchmarks.bench_scaling --tiny MODEL_DIR          # about a minute on two CPU cores; what the test runs
 
 separate   one learner GPU and 1 to N-1 rollout GPUs, each with the same number of sequences: tokens/s of the pool, and
@@ -9,17 +9,25 @@ colocate   learner ranks and rollout workers on the same 1, 2, 4, ... GPUs, each
            whole step, and a pool as large as the host
 overlap    one learner GPU and 1 to N-1 rollout GPUs over the same batch, in turns and at once: an asynchronous step
            against max(generate, train) of the synchronous one
+recovery   an asynchronous run with N-1 rollout GPUs, one of whose workers is killed: how long until all serve again
 
 MODEL_DIR: rlhf prepare random DIR --size 0.5b. KEY=VALUE pairs go to every ``rlhf train``.
 """
 
 import argparse
+import os
+import signal
 import statistics
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from benchmarks.common import Row, TrainRun, show, train, write_json
+from benchmarks.common import BackgroundTrain, Row, TrainRun, actor_pids, show, train, write_json
 
 CONFIG = "grpo_0.5b_1gpu.yaml"
+PARTS = ["separate", "colocate", "overlap", "recovery"]
+RECOVERY_RUN = "bench-recovery"
+START_S = 600.0  # for a run to have made its first steps, or a new worker to serve
 TRAIN_PHASES = ("score", "advantage", "update", "publish")
 TINY_SETTINGS = ["learner.compile=false", "learner.cpus_per_rank=1", "rollout.cpus_per_worker=1"]
 
@@ -68,6 +76,29 @@ class Scaling:
             print(rows[-1], flush=True)  # what is measured stays, if a later run fails
         return rows
 
+    def recovery(self) -> list[Row]:
+        """``kill -9`` for a worker, right after a step."""
+        workers = self._args.gpus - 1
+        settings = ["placement.mode=separate", f"rollout.max_staleness={max(1, self._args.staleness)}"]
+        settings = [*self._settings(workers, self._args.prompts, settings), "num_steps=1000000", f"name={RECOVERY_RUN}"]
+        with BackgroundTrain(CONFIG, settings) as run:
+            before = run.until(lambda steps: len(steps) >= self._args.steps, START_S)
+            os.kill(actor_pids(RECOVERY_RUN, "RolloutActor")[0], signal.SIGKILL)
+            after = run.until(lambda steps: _all_serve_again(steps[-1], workers), START_S)
+        killed_s = before[-1]["wall_s"]
+        lengths_s = [b["wall_s"] - a["wall_s"] for a, b in pairwise(after[1:])]
+        return [
+            {
+                "part": "recovery",
+                "rollout_gpus": workers,
+                "learner_gpus": 1,
+                "start_s": before[0]["time/start_s"],
+                "step_s": statistics.median(lengths_s[: len(before) - 2]),
+                "longest_step_s": max(lengths_s),
+                "recovery_s": after[-1]["wall_s"] - killed_s,  # until the end of the first step with all workers
+            }
+        ]
+
     def _weak(self, mode: str, workers: int, *, learner_gpus: int) -> Row:
         """A run whose batch grows with its workers."""
         prompts = self._args.prompts * workers
@@ -90,21 +121,20 @@ class Scaling:
         return row
 
     def _run(self, workers: int, prompts: int, settings: list[str]) -> TrainRun:
+        return train(CONFIG, [f"num_steps={self._args.steps}", *self._settings(workers, prompts, settings)])
+
+    def _settings(self, workers: int, prompts: int, settings: list[str]) -> list[str]:
         args = self._args
-        return train(
-            CONFIG,
-            [
-                f"model.path={args.model}",
-                f"num_steps={args.steps}",
-                f"algorithm.prompts_per_step={prompts}",
-                f"algorithm.group_size={args.group}",
-                f"rollout.num_workers={workers}",
-                f"rollout.max_completion_tokens={args.completion}",
-                f"rollout.max_num_seqs={args.prompts * args.group}",
-                *settings,
-                *args.settings,
-            ],
-        )
+        return [
+            f"model.path={args.model}",
+            f"algorithm.prompts_per_step={prompts}",
+            f"algorithm.group_size={args.group}",
+            f"rollout.num_workers={workers}",
+            f"rollout.max_completion_tokens={args.completion}",
+            f"rollout.max_num_seqs={args.prompts * args.group}",
+            *settings,
+            *args.settings,
+        ]
 
     @staticmethod
     def _with_efficiency(rows: list[Row]) -> list[Row]:
@@ -113,14 +143,16 @@ class Scaling:
         return [{**row, "efficiency": row["tokens_per_s"] / row["rollout_gpus"] / alone} for row in rows]
 
 
+def _all_serve_again(step: dict[str, Any], workers: int) -> bool:
+    return step["pool/replaced_workers"] > 0 and step["pool/live_workers"] == workers
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--gpus", type=int, default=4)
-    parser.add_argument(
-        "--parts", nargs="+", default=["separate", "colocate", "overlap"], choices=["separate", "colocate", "overlap"]
-    )
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--prompts", type=int, default=64, help="per worker; in the overlap part in all")
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--completion", type=int, default=512, help="tokens")
@@ -130,7 +162,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.tiny:
-        vars(args).update(gpus=2, parts=["separate", "overlap"], prompts=2, group=4, completion=8, steps=3, staleness=0)
+        vars(args).update(
+            gpus=2, parts=["separate", "overlap", "recovery"], prompts=2, group=4, completion=8, steps=3, staleness=0
+        )
         args.settings = [*TINY_SETTINGS, *args.settings]
     scaling = Scaling(args)
     facts = {name: getattr(args, name) for name in ("prompts", "group", "completion", "staleness")}

@@ -1,15 +1,18 @@
 """What the benchmarks share: a run of ``rlhf train`` read back, a table at the terminal, a JSON file."""
 
+import contextlib
 import json
 import os
 import platform
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -27,6 +30,7 @@ TRAIN_SETTINGS = (  # nothing that only costs time, and no second attempt that w
     "checkpoint.save_final_model=false",
     "checkpoint.max_restarts=0",
 )
+END_S = 120.0  # for a run that was told to stop
 LOG_WIDTH = 200  # of a table that no terminal bounds
 TAIL_CHARACTERS = 4000  # of a failed command's output
 
@@ -59,11 +63,66 @@ def train(config: str, overrides: Sequence[str]) -> TrainRun:
     Raises RuntimeError with the end of its output where it fails.
     """
     with tempfile.TemporaryDirectory(prefix="rlhf-bench-") as directory:
-        settings = [f"run_dir={directory}", *TRAIN_SETTINGS, *overrides]
-        run([sys.executable, "-m", "jobs.cli", "train", "-c", str(ROOT / "conf" / config), *settings])
-        lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
+        run(_train_command(config, overrides, directory))
         summary = json.loads((Path(directory) / "summary.json").read_text())
-    return TrainRun([json.loads(line) for line in lines], summary)
+        return TrainRun(steps_of(Path(directory)), summary)
+
+
+class BackgroundTrain:
+    """``rlhf train`` under way, to do things to it. Leaving the context ends it, with whatever it started."""
+
+    def __init__(self, config: str, overrides: Sequence[str]) -> None:
+        self._config, self._overrides = config, overrides
+
+    def __enter__(self) -> Self:
+        self._directory = Path(tempfile.mkdtemp(prefix="rlhf-bench-"))
+        command = _train_command(self._config, self._overrides, str(self._directory))
+        with (self._directory / "output.log").open("w") as log:
+            self._process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.send_signal(signal.SIGINT)  # ends with the step
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            raise
+        finally:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def until(self, condition: Callable[[list[dict[str, Any]]], bool], timeout_s: float) -> list[dict[str, Any]]:
+        """The records of its steps, once they meet the condition. Raises RuntimeError where they do not in time."""
+        ends = time.monotonic() + timeout_s
+        while not condition(steps := steps_of(self._directory)):
+            if self._process.poll() is not None or time.monotonic() > ends:
+                output = (self._directory / "output.log").read_text()[-TAIL_CHARACTERS:]
+                raise RuntimeError(f"rlhf train ended or took more than {timeout_s:g} s; its output ends:\n{output}")
+            time.sleep(0.05)
+        return steps
+
+
+def _train_command(config: str, overrides: Sequence[str], run_dir: str) -> list[str]:
+    settings = [f"run_dir={run_dir}", *TRAIN_SETTINGS, *overrides]
+    return [sys.executable, "-m", "jobs.cli", "train", "-c", str(ROOT / "conf" / config), *settings]
+
+
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The records of a run's finished steps."""
+    file = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
+
+
+def actor_pids(run: str, actor: str) -> list[int]:
+    """Processes of a run's actors of a class on this machine, those still starting included."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                is_actor = f"ray::{actor}".encode() in (entry / "cmdline").read_bytes()
+                if is_actor and f"RLHF_RUN={run}\0".encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+    return sorted(found)
 
 
 def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> None:

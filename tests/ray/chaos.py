@@ -1,7 +1,6 @@
 """Kills rollout workers at random moments of a real run, and keeps a record of what the run did about it."""
 
 import contextlib
-import json
 import os
 import signal
 import threading
@@ -14,6 +13,7 @@ from random import Random
 from transformers import AutoTokenizer
 
 from actors.cluster import Cluster
+from benchmarks.common import actor_pids
 from jobs.train import make_driver
 from rlhf.batch import TrainBatch
 from rlhf.checkpoint import CheckpointStore
@@ -77,18 +77,6 @@ def spy(run: RecordedRun) -> None:
     run.driver.tracker.phase = noting  # type: ignore[method-assign]
 
 
-def actor_pids(run: str, actor: str) -> list[int]:
-    """Processes of a run's actors of a class on this machine, those still starting included."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                is_actor = f"ray::{actor}".encode() in (entry / "cmdline").read_bytes()
-                if is_actor and f"RLHF_RUN={run}\0".encode() in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
-    return sorted(found)
-
-
 class Killer(threading.Thread):
     """``kill -9`` for a random rollout worker, again and again, until told to stop or out of kills."""
 
@@ -104,12 +92,6 @@ class Killer(threading.Thread):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._random.choice(pids), signal.SIGKILL)
                     self.kills.append((self._run.phase, len(pids)))
-
-
-def steps_of(run_dir: Path) -> list[dict[str, float]]:
-    """The records of a run's steps so far."""
-    file = run_dir / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
 
 
 def until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:

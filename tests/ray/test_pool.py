@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from tests.ray.chaos import Killer, RecordedRun, actor_pids, recorded_run, steps_of, until
+from benchmarks.common import actor_pids, steps_of
+from tests.ray.chaos import Killer, RecordedRun, recorded_run, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 

@@ -18,13 +18,14 @@ from actors.frozen import RewardModelActor
 from actors.group import ActorGroup, Deadline
 from actors.learner import CriticActor
 from actors.roles import LearnerGroup
+from benchmarks.common import actor_pids, steps_of
 from jobs.train_reward import train_reward
 from rlhf.batch import Prompt, Rollout
 from rlhf.config import Config, RewardTrainingConfig
 from rlhf.frozen import RewardModel, answer_tokens, last_token_batch
 from rlhf.models import load_scalar
 from rlhf.recipes import load_config
-from tests.ray.chaos import actor_pids, steps_of, until
+from tests.ray.chaos import until
 
 pytestmark = pytest.mark.ray
 

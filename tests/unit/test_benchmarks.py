@@ -51,9 +51,10 @@ def test_bench_step(tiny_model_dir: Path, tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_bench_scaling(tiny_model_dir: Path, tmp_path: Path) -> None:
     result = measured("bench_scaling", tiny_model_dir, tmp_path / "scaling.json", timeout_s=580)
-    pool, overlap = result["rows"]
+    pool, overlap, recovery = result["rows"]
     assert (pool["part"], pool["rollout_gpus"], pool["sequences"], pool["efficiency"]) == ("separate", 1, 8, 1.0)
     assert overlap["part"] == "overlap" and overlap["async_step_s"] > 0 and overlap["overlap"] > 0
+    assert recovery["part"] == "recovery" and recovery["recovery_s"] > recovery["step_s"]
 
 
 def test_ragged_lengths_have_the_median_and_the_bounds_they_say() -> None:
