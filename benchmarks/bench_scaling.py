@@ -1,7 +1,7 @@
 """More GPUs, more speed? Whole runs of ``rlhf train`` on 1 to --gpus GPUs of one host, one row each.
 
 python -m benchmarks.bench_scaling MODEL_DIR [KEY=VALUE ...] --gpus 4 [--parts separate overlap ...] [--out FILE]
-python -m benchmarks.bench_scaling --tiny MODEL_DIR          # about a minute on two CPU cores; what the test runs
+python -m benchmarks.bench_scaling --tiny MODEL_DIR          # three minutes on two CPU cores; what the test runs
 
 separate   one learner GPU and 1 to N-1 rollout GPUs, each with the same number of sequences: tokens/s of the pool, and
            its efficiency over one worker's
