@@ -85,17 +85,16 @@ class Scaling:
             before = run.until(lambda steps: len(steps) >= self._args.steps, START_S)
             os.kill(actor_pids(RECOVERY_RUN, "RolloutActor")[0], signal.SIGKILL)
             after = run.until(lambda steps: _all_serve_again(steps[-1], workers), START_S)
-        killed_s = before[-1]["wall_s"]
-        lengths_s = [b["wall_s"] - a["wall_s"] for a, b in pairwise(after[1:])]
+        ends_s = [step["wall_s"] for step in after[len(before) - 1 :]]  # from the last step before the death
         return [
             {
                 "part": "recovery",
                 "rollout_gpus": workers,
                 "learner_gpus": 1,
                 "start_s": before[0]["time/start_s"],
-                "step_s": statistics.median(lengths_s[: len(before) - 2]),
-                "longest_step_s": max(lengths_s),
-                "recovery_s": after[-1]["wall_s"] - killed_s,  # until the end of the first step with all workers
+                "step_s": TrainRun(before, {}).step_s(),
+                "longest_step_s": max(end - start for start, end in pairwise(ends_s)),
+                "recovery_s": ends_s[-1] - ends_s[0],  # until the end of the first step with all workers
             }
         ]
 

@@ -75,8 +75,9 @@ class BackgroundTrain:
         self._config, self._overrides = config, overrides
 
     def __enter__(self) -> Self:
-        self._directory = Path(tempfile.mkdtemp(prefix="rlhf-bench-"))
-        command = _train_command(self._config, self._overrides, str(self._directory))
+        self._scratch = tempfile.TemporaryDirectory(prefix="rlhf-bench-")
+        self._directory = Path(self._scratch.name)
+        command = _train_command(self._config, self._overrides, self._scratch.name)
         with (self._directory / "output.log").open("w") as log:
             self._process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
         return self
@@ -87,9 +88,10 @@ class BackgroundTrain:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
+            self._process.wait(END_S)
             raise
         finally:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._scratch.cleanup()
 
     def until(self, condition: Callable[[list[dict[str, Any]]], bool], timeout_s: float) -> list[dict[str, Any]]:
         """The records of its steps, once they meet the condition. Raises RuntimeError where they do not in time."""

@@ -15,7 +15,7 @@ from rlhf.batch import TrainBatch
 Span = tuple[int, int]  # so many tokens in a row, and so many that the last of them attends to
 
 ATTENDED_AGAIN = 0.25  # budget of a token that is only attended to: its keys and values are laid out once more
-WORTH_SHARING = 0.15  # of all tokens: saving fewer costs more time than it gains (benchmarks/RESULTS.md)
+WORTH_SHARING = 0.15  # of all tokens; saving fewer is taken to cost a GPU more than it gains (benchmarks/RESULTS.md)
 LARGEST_PIECE = 0.5  # of a micro-batch, or of a rank's share of the batch: so much of a group stays together
 
 
