@@ -55,25 +55,27 @@ class Scaling:
             # Both ask vLLM for log-probabilities, which cost it time.
             settings = ["placement.mode=separate", "algorithm.rollout_correction=token_truncate"]
             in_turns = self._run(workers, self._args.prompts, settings)
+            generate_s = in_turns.median("time/generate_s")
+            train_s = sum(in_turns.median(f"time/{phase}_s") for phase in TRAIN_PHASES)
+            row: Row = {
+                "part": "overlap",
+                "rollout_gpus": workers,
+                "learner_gpus": 1,
+                "generate_s": generate_s,
+                "train_s": train_s,
+                "sync_step_s": in_turns.step_s(),
+            }
+            print(row, flush=True)  # what is measured stays, if a later run fails
             at_once = self._run(
                 workers, self._args.prompts, [*settings, f"rollout.max_staleness={self._args.staleness}"]
             )
-            generate_s = in_turns.median("time/generate_s")
-            train_s = sum(in_turns.median(f"time/{phase}_s") for phase in TRAIN_PHASES)
-            rows.append(
-                {
-                    "part": "overlap",
-                    "rollout_gpus": workers,
-                    "learner_gpus": 1,
-                    "generate_s": generate_s,
-                    "train_s": train_s,
-                    "sync_step_s": in_turns.step_s(),
-                    "async_step_s": at_once.step_s(),
-                    "speedup": in_turns.step_s() / at_once.step_s(),
-                    "overlap": max(generate_s, train_s) / at_once.step_s(),  # 1: the shorter of the two is hidden
-                }
-            )
-            print(rows[-1], flush=True)  # what is measured stays, if a later run fails
+            row |= {
+                "async_step_s": at_once.step_s(),
+                "speedup": in_turns.step_s() / at_once.step_s(),
+                "overlap": max(generate_s, train_s) / at_once.step_s(),  # 1: the shorter of the two is hidden
+            }
+            rows.append(row)
+            print(row, flush=True)
         return rows
 
     def recovery(self) -> list[Row]:
