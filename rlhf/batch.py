@@ -76,6 +76,11 @@ class TrainBatch:
         """A copy with some tensors filled in."""
         return replace(self, **tensors)
 
+    def to(self, device: torch.device) -> "TrainBatch":
+        """The batch on a device, as ``to_device`` takes it there."""
+        tensors = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        return replace(self, **{name: to_device(t, device) for name, t in tensors.items() if t is not None})
+
     @property
     def num_sequences(self) -> int:
         return len(self.prompt_lengths)
@@ -114,6 +119,11 @@ class TrainBatch:
             else:
                 picked[spec.name] = tensor[pick_completion]
         return TrainBatch(**picked)  # type: ignore[arg-type]
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor on a device. A GPU gets it through pinned memory, or the host would wait for all the GPU's work."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 PER_SEQUENCE = frozenset({"prompt_lengths", "completion_lengths", "truncated", "rewards", "margins"})

@@ -23,7 +23,8 @@ from rlhf.parking import Parking
 from rlhf.weights import gathered_state_dict
 
 LossFn = Callable[[Any, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
-"""(model output, micro-batch) -> (loss, stats). Both are sums: over micro-batches and ranks they simply add up."""
+"""(model output, its micro-batch on the same device) -> (loss, stats): sums, which simply add up over micro-batches and
+ranks. It should not wait for the device, so that the host has the next micro-batch ready when this one ends."""
 
 DUMMY_TOKENS = 2  # a rank without a sequence in some round runs this many tokens at zero weight
 
@@ -159,12 +160,8 @@ class Engine:
         ``share_prompts``: as of ``packed_inputs``; the micro-batches were planned for it.
         """
         self.engine.eval()
-        results = []
-        for batch in micro_batches:
-            output = pick(self.engine(self._inputs(batch, share_prompts)))
-            if batch is not None:
-                results.append(output.cpu())
-        return results
+        outputs = [(batch, pick(self.engine(self._inputs(batch, share_prompts)))) for batch in micro_batches]
+        return [output.cpu() for batch, output in outputs if batch is not None]  # nothing waited for the device before
 
     def step(
         self, micro_batches: Sequence[TrainBatch | None], loss_fn: LossFn, *, share_prompts: bool = False
@@ -181,11 +178,11 @@ class Engine:
             if batch is None:
                 loss, stats = _zero_loss(output), {}
             else:
-                loss, stats = loss_fn(output, batch)
+                loss, stats = loss_fn(output, batch.to(self.device))
                 stats = {"loss": loss.detach(), **stats}
             self.engine.backward(loss * self.world_size)  # DeepSpeed averages over ranks; our loss is a sum
             for name, value in stats.items():
-                value = value.detach().float().to(self.device)
+                value = value.detach().float()
                 sums[name] = sums[name] + value if name in sums else value
         learning_rate = self.engine.get_lr()[0]
         plain_norm = self._plain_grad_norm()

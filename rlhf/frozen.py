@@ -49,11 +49,11 @@ class FrozenScorer:
         )
         mine = [indices for indices in plan[self._rank] if indices]
         pieces = [self._forward(batch.select(indices), share_prompts) for indices in mine]
-        return [i for indices in mine for i in indices], torch.cat(pieces) if pieces else torch.empty(0)
+        return [i for indices in mine for i in indices], torch.cat(pieces).cpu() if pieces else torch.empty(0)
 
     def _forward(self, batch: TrainBatch, share_prompts: bool) -> Tensor:
         output = self.model(packed_inputs(batch, self._device, share_prompts=share_prompts))
-        return (output[0] if isinstance(self.model, PolicyModel) else output).cpu()
+        return output[0] if isinstance(self.model, PolicyModel) else output
 
 
 class RewardModel:

@@ -175,41 +175,40 @@ class PolicyLearner(BatchLearner):
         self, output: tuple[Tensor, Tensor], batch: TrainBatch, num_tokens: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         logprobs, entropy = output
-        config, device = self.config, logprobs.device
-        assert batch.advantages is not None and batch.loss_weights is not None
-        weights, lengths = batch.loss_weights.to(device), batch.completion_lengths.to(device)
-        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs.to(device)
+        weights = batch.loss_weights
+        assert batch.advantages is not None and weights is not None
+        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         loss, stats = packed_policy_loss(
             self._loss_settings,
             logprobs,
             old,
-            batch.advantages.to(device),
-            lengths,
+            batch.advantages,
+            batch.completion_lengths,
             weights,
             num_tokens=num_tokens,
-            ref_logprobs=None if batch.ref_logprobs is None else batch.ref_logprobs.to(device),
-            rollout_ratio=self._rollout_ratio(old, batch, lengths, weights),
-            entropy_mask=None if batch.entropy_mask is None else batch.entropy_mask.to(device),
+            ref_logprobs=batch.ref_logprobs,
+            rollout_ratio=self._rollout_ratio(old, batch),
+            entropy_mask=batch.entropy_mask,
         )
-        if config.entropy_coef:
-            loss = loss + entropy_bonus(entropy, weights, coef=config.entropy_coef)
+        if self.config.entropy_coef:
+            loss = loss + entropy_bonus(entropy, weights, coef=self.config.entropy_coef)
         counted = weights != 0
         stats["entropy"] = (entropy.detach() * counted).sum() / max(num_tokens, 1)
         if batch.rollout_logprobs is not None:
-            gap = (old - batch.rollout_logprobs.to(device)).abs()
+            gap = (old - batch.rollout_logprobs).abs()
             stats["sampling/logprob_difference_mean"] = (gap * counted).sum() / max(num_tokens, 1)
         return loss, stats
 
-    def _rollout_ratio(self, old: Tensor, batch: TrainBatch, lengths: Tensor, weights: Tensor) -> Tensor | None:
+    def _rollout_ratio(self, old: Tensor, batch: TrainBatch) -> Tensor | None:
         if self.config.rollout_correction in ("auto", "none"):
             return None
-        assert batch.rollout_logprobs is not None
+        assert batch.rollout_logprobs is not None and batch.loss_weights is not None
         level, mode = self.config.rollout_correction.split("_")
         return rollout_importance_ratio(
             old,
-            batch.rollout_logprobs.to(old.device),
-            lengths,
-            weights != 0,
+            batch.rollout_logprobs,
+            batch.completion_lengths,
+            batch.loss_weights != 0,
             level=level,  # type: ignore[arg-type]
             mode=mode,  # type: ignore[arg-type]
             cap=self.config.rollout_correction_cap,
@@ -235,11 +234,4 @@ class ValueLearner(BatchLearner):
 
     def _loss(self, values: Tensor, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.values is not None and batch.returns is not None and batch.loss_weights is not None
-        device = values.device
-        return value_loss(
-            values,
-            batch.values.to(device),
-            batch.returns.to(device),
-            batch.loss_weights.to(device),
-            clip_range=self.config.value_clip,
-        )
+        return value_loss(values, batch.values, batch.returns, batch.loss_weights, clip_range=self.config.value_clip)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from rlhf.batch import TrainBatch
+from rlhf.batch import TrainBatch, to_device
 from rlhf.errors import ConfigError
 from rlhf.packing import Unit, whole_groups
 
@@ -68,9 +68,7 @@ def packed_inputs(batch: TrainBatch, device: torch.device, *, share_prompts: boo
         batch.tokens[completion],
         _attended(batch, groups, place) if shared else place[:0],
     ]
-    whole = torch.cat(parts)
-    if device.type == "cuda":  # one copy that nobody waits for
-        whole = whole.pin_memory().to(device, non_blocking=True)
+    whole = to_device(torch.cat(parts), device)  # in one copy
     tokens, own_positions, borders, key_borders, predictors, targets, attended = whole.split([len(p) for p in parts])
     return PackedInputs(
         tokens=tokens,

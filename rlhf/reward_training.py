@@ -60,8 +60,7 @@ class RewardLearner(PackedLearner):
 
     def _loss(self, scores: Tensor, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.margins is not None and batch.loss_weights is not None
-        margins, weights = batch.margins.to(scores.device), batch.loss_weights.to(scores.device)
-        return preference_loss(scores, margins, weights, center_coef=self._center_coef)
+        return preference_loss(scores, batch.margins, batch.loss_weights, center_coef=self._center_coef)
 
 
 def pair_units(lengths: Sequence[int]) -> list[Unit]:

@@ -48,7 +48,7 @@ def token_weights(
     counted = mask.to(dtype)
     if loss_type in ("grpo", "rloo"):
         sequence_tokens = sum_sequences(counted, lengths).clamp(min=1)
-        return counted / (len(lengths) * _spread(sequence_tokens, lengths))
+        return counted / (len(lengths) * _spread(sequence_tokens, lengths, len(counted)))
     if loss_type == "dr_grpo":
         if max_completion_length is None:
             raise ValueError("loss_type='dr_grpo' divides by max_completion_length, which is None; give it in tokens")
@@ -61,7 +61,7 @@ def truncation_mask(lengths: Tensor, truncated: Tensor) -> Tensor:
 
     lengths int64 [S], truncated bool [S]. Returns bool [N], True where the token counts, for ``token_weights``.
     """
-    return _spread(~truncated, lengths)
+    return _spread(~truncated, lengths, int(lengths.sum()))
 
 
 def top_entropy_mask(entropy: Tensor, quantile: float, mask: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def importance_ratio(
     sequence_log_ratio = sum_sequences(log_ratio, lengths)
     if level == "sequence":
         sequence_log_ratio = sequence_log_ratio / sum_sequences(mask.to(log_ratio.dtype), lengths).clamp(min=1)
-    return _spread(sequence_log_ratio.exp(), lengths)
+    return _spread(sequence_log_ratio.exp(), lengths, len(log_ratio))
 
 
 def rollout_importance_ratio(
@@ -355,10 +355,13 @@ def _check_choice(name: str, value: str, choices: Any) -> None:
 
 
 def sum_sequences(x: Tensor, lengths: Tensor) -> Tensor:
-    """float [N] -> [S]. segment_reduce and not index_add: on CUDA, too, the order of summation is always the same."""
-    return torch.segment_reduce(x, "sum", lengths=lengths)
+    """float [N] -> [S]. segment_reduce and not index_add: on CUDA, too, the order of summation is always the same.
+
+    There the lengths are not checked: the host would have to wait for the GPU.
+    """
+    return torch.segment_reduce(x, "sum", lengths=lengths, unsafe=x.is_cuda)
 
 
-def _spread(x: Tensor, lengths: Tensor) -> Tensor:
-    """[S] -> [N]: each sequence's value at each of its tokens."""
-    return x[torch.repeat_interleave(lengths)]
+def _spread(x: Tensor, lengths: Tensor, num_tokens: int) -> Tensor:
+    """[S] -> [N = num_tokens]: each sequence's value at each of its tokens."""
+    return x[torch.repeat_interleave(lengths, output_size=num_tokens)]

@@ -32,6 +32,13 @@ def test_pack(batch) -> None:
     assert batch.versions.tolist() == [4] * 6
 
 
+def test_to_takes_every_tensor_along(batch) -> None:
+    there = batch.with_(advantages=torch.arange(6.0)).to(torch.device("meta"))
+    tensors = [tensor for tensor in vars(there).values() if tensor is not None]
+    assert len(tensors) == 7 and all(tensor.device.type == "meta" for tensor in tensors)
+    assert there.rewards is None
+
+
 def test_select_reorders_every_field_alike(batch) -> None:
     batch = batch.with_(rewards=torch.tensor([0.0, 1.0, 2.0]), advantages=torch.arange(6.0))
     picked = batch.select([2, 0])
