@@ -9,11 +9,11 @@ MODEL ?= smollm2
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: help setup train test chaos lint format clean distclean
+.PHONY: help setup train test test-long chaos lint format clean distclean
 
 help: ## Show this list
 	@echo "usage: make TARGET"
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
 	@echo "for example: make train ARGS='num_steps=5 rollout.num_workers=2'"
 
 setup: ## Make .venv, once (3 minutes); takes the CUDA builds where nvidia-smi finds a GPU
@@ -26,8 +26,11 @@ models/%/rlhf_prepare.json: | setup
 	@echo "prepare: making models/$*"
 	@TQDM_DISABLE=1 $(BIN)/rlhf prepare $* models/$*
 
-test: setup ## Run all tests that need no GPU and no more than minutes; ARGS='-k name' chooses
-	@env -u RAY_ADDRESS OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m "not gpu and not slow and not chaos" $(ARGS)
+test: setup ## Run the tests that need no GPU (a quarter of an hour); ARGS='-k name' chooses
+	@env -u RAY_ADDRESS OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m "not (gpu or long or slow or chaos)" $(ARGS)
+
+test-long: setup ## Run those that are whole runs more (ten minutes); CI runs both
+	@env -u RAY_ADDRESS OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m long $(ARGS)
 
 chaos: setup ## Kill 50 rollout workers of a run at random moments (a quarter of an hour)
 	@env -u RAY_ADDRESS OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ray/test_pool.py -m chaos -s $(ARGS)

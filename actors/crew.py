@@ -22,6 +22,7 @@ MAX_BACKOFF_S = 60.0  # between attempts to start a worker
 PACE_OVER_S = 2.0  # a worker's pace is measured over at least so long
 
 Completion = tuple[int, int, Rollout]  # (task, sample, what came of it)
+Work = tuple[Assignment, Prompt, bool]  # (what to sample, of which prompt, whether greedily)
 
 
 @dataclass
@@ -104,22 +105,21 @@ class Crew:
     def fail(self, worker_id: int, error: BaseException) -> None:
         """Quarantines a worker: its work goes back to the queue, its process ends, another will be started.
 
-        Raises ActorError when too many in a row have failed before they could serve.
+        Raises ActorError when too many in a row have failed before they could serve, or with the same group.
         """
         process = self._processes[worker_id]
         self._note(f"rollout pool: replacing a worker: {str(error).splitlines()[0]}")
         self.num_replaced += 1
-        self.fleet.fail(worker_id)
+        losses = self.fleet.fail(worker_id)
         if not process.has_lived:
             self._start_failures += 1
             self._backoff_until = time.monotonic() + min(MAX_BACKOFF_S, 2.0**self._start_failures)
         self._end(worker_id)
         self.fleet.bury(worker_id)
-        if self._start_failures >= self._settings.max_start_failures:
-            raise ActorError(
-                f"rollout pool: {self._start_failures} workers in a row failed before they could serve "
-                f"(rollout.max_start_failures); the last: {error}"
-            )
+        limit = self._settings.max_failures
+        if max(losses, self._start_failures) >= limit:
+            what = "with the same group" if losses >= limit else "before they could serve"
+            raise ActorError(f"rollout pool: {limit} workers failed {what} (rollout.max_failures); the last: {error}")
 
     def retire(self, worker_id: int) -> None:
         """Ends a healthy worker; others do its unfinished work."""
@@ -179,15 +179,18 @@ class Crew:
                 self.fail(worker_id, error)
         return answers
 
-    def send(self, assignment: Assignment, prompt: Prompt, *, greedy: bool) -> None:
-        """Submits samples to their worker, without waiting."""
-        process = self._processes[assignment.worker]
-        requests = []
-        for sample in assignment.samples:
-            key = f"{assignment.task}.{sample}.{next(self._attempts)}"
-            process.requests[key] = (assignment.task, sample)
-            requests.append(Request(key, prompt, sample, greedy))
-        process.pending.add(process.member.handle.submit.remote(requests))
+    def send(self, work: Sequence[Work]) -> None:
+        """Submits samples to their workers, without waiting: one call for all that goes to a worker, or its first
+        groups would be half done when the last ones come."""
+        requests: dict[int, list[Request]] = {}
+        for assignment, prompt, greedy in work:
+            for sample in assignment.samples:
+                key = f"{assignment.task}.{sample}.{next(self._attempts)}"
+                self._processes[assignment.worker].requests[key] = (assignment.task, sample)
+                requests.setdefault(assignment.worker, []).append(Request(key, prompt, sample, greedy))
+        for worker_id, batch in requests.items():
+            process = self._processes[worker_id]
+            process.pending.add(process.member.handle.submit.remote(batch))
 
     def abort(self, task: int) -> None:
         """Whoever is still sampling a finished task may stop."""

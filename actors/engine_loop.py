@@ -24,6 +24,7 @@ from rlhf.memory import rollout_memory
 from rlhf.shapes import read_shape
 from rlhf.topology import Device
 
+CPU_BATCHED_TOKENS = 2048  # in one step of an engine
 IDLE_WAIT_S = 0.1  # how long an idle loop waits for a call before it looks around
 COUNT_EVERY_S = 1.0  # how often the loop counts the tokens of unfinished completions
 
@@ -84,6 +85,9 @@ def engine_args(spec: WorkerSpec) -> dict[str, Any]:
             "enforce_eager": True,
             "kv_cache_memory_bytes": config.cpu_kv_cache_mib << 20,
             "block_size": 32,  # the default of 128 would keep a group from sharing its prompt
+            # whole prompts only: after a part of one, vLLM turns back its seeded generator, which a CPU cannot
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, spec.max_model_tokens),
         }
     else:
         args |= {

@@ -144,9 +144,9 @@ class RolloutPool:
     def _dispatch(self) -> None:
         if self._asleep:
             return
-        for assignment in [*self._fleet.dispatch(), *self._fleet.take_over()]:
-            group = self._groups[assignment.task]
-            self._crew.send(assignment, group.prompt, greedy=group.greedy)
+        assignments = [*self._fleet.dispatch(), *self._fleet.take_over()]
+        groups = [self._groups[assignment.task] for assignment in assignments]
+        self._crew.send([(a, group.prompt, group.greedy) for a, group in zip(assignments, groups, strict=True)])
 
     def _take(self, task: int, sample: int, rollout: Rollout) -> None:
         """A completion came back; with the last of its group the group is finished."""

@@ -58,6 +58,7 @@ class Task:
     prompt_tokens: int
     missing: set[int]  # sample indices that have not come back
     holders: set[int] = field(default_factory=set)  # workers that sample it: one, or two where the first is slow
+    losses: int = 0  # holders that have failed: perhaps it is the task that they cannot bear
 
 
 @dataclass(frozen=True)
@@ -126,10 +127,17 @@ class Fleet:
             self._move(worker_id, State.DRAINING)
         self._move(worker_id, State.DEAD)
 
-    def fail(self, worker_id: int) -> None:
-        """It died, stopped answering or received wrong weights: others do its unfinished work."""
+    def fail(self, worker_id: int) -> int:
+        """It died, stopped answering or received wrong weights: others do its unfinished work.
+
+        Returns how many workers in all have failed with one and the same of its tasks, at most.
+        """
+        held = [self.tasks[t] for t in self.workers[worker_id].tasks]
+        for task in held:
+            task.losses += 1
         self._give_back(worker_id)
         self._move(worker_id, State.QUARANTINED)
+        return max((task.losses for task in held), default=0)
 
     def bury(self, worker_id: int) -> None:
         """A quarantined worker's process is gone and its place given back."""
@@ -187,14 +195,24 @@ class Fleet:
 
     def dispatch(self) -> list[Assignment]:
         """Hands queued tasks, in order, to the live worker that would finish each soonest and has room for it."""
-        assignments = []
+        assignments: list[Assignment] = []
+        if not self.queue:
+            return assignments
+        live = self.in_state(State.LIVE)
+        pace = {w.id: self._expected_pace(w) for w in live}
+        samples = {w.id: self.outstanding_samples(w) for w in live}  # summed once: there may be thousands of tasks
+        tokens = {w.id: self.outstanding_tokens(w) for w in live}
         while self.queue:
             task = self.tasks[self.queue[0]]
-            roomy = [w for w in self.in_state(State.LIVE) if self._has_room(w, len(task.missing))]
+            roomy = [w for w in live if self._has_room(w, samples[w.id], task)]
             if not roomy:
                 break
             self.queue.popleft()
-            worker = min(roomy, key=lambda w: (self._finish_s(w, task), w.id))
+            cost = self._cost(task)
+            finish_s = {w.id: (tokens[w.id] + cost) / pace[w.id] for w in roomy}  # up to a factor that all share
+            worker = min(roomy, key=lambda w: (finish_s[w.id], w.id))
+            samples[worker.id] += len(task.missing)
+            tokens[worker.id] += cost
             assignments.append(self._assign(worker, task))
         return assignments
 
@@ -213,7 +231,7 @@ class Fleet:
             slow = [w for w in self.serving() if w.tasks and w.pace is not None and w.pace * SLOW_FACTOR < idle.pace]
             held = [self.tasks[t] for w in slow for t in w.tasks if len(self.tasks[t].holders) == 1]
             for task in sorted(held, key=lambda t: t.id):
-                if self._has_room(idle, len(task.missing)):
+                if self._has_room(idle, self.outstanding_samples(idle), task):
                     assignments.append(self._assign(idle, task))
         return assignments
 
@@ -255,13 +273,9 @@ class Fleet:
         """Tokens: the prompt once, for its cache is shared, and the completions."""
         return task.prompt_tokens + len(task.missing) * self.completion_tokens
 
-    def _has_room(self, worker: Worker, samples: int) -> bool:
-        """An empty worker takes any task, however large."""
-        return not worker.tasks or self.outstanding_samples(worker) + samples <= worker.capacity
-
-    def _finish_s(self, worker: Worker, task: Task) -> float:
-        """When the worker would be done with the task, up to a factor that all workers share."""
-        return (self.outstanding_tokens(worker) + self._cost(task)) / self._expected_pace(worker)
+    def _has_room(self, worker: Worker, samples: int, task: Task) -> bool:
+        """For a task beside the ``samples`` that the worker holds; an empty one takes any, however large."""
+        return not worker.tasks or samples + len(task.missing) <= worker.capacity
 
     def _expected_pace(self, worker: Worker) -> float:
         """Measured; else the mean of its class, else of all, else 1."""

@@ -12,6 +12,7 @@ import pytest
 import ray
 
 from benchmarks.common import actor_pids, steps_of
+from rlhf.errors import ActorError
 from tests.ray.chaos import Killer, RecordedRun, recorded_run, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -93,6 +94,30 @@ def test_a_worker_that_hangs_is_replaced(ray_session: None, tiny_config) -> None
     assert "timeouts.worker_silence_s" in notes[0] or "timeouts.publish_s" in notes[0], notes
 
 
+POISON = """
+from vllm.v1.core.sched.scheduler import Scheduler
+
+class Poisoned(Scheduler):
+    def schedule(self, *args, **kwargs):
+        if any(name.startswith("3.") for name in self.requests):  # of the fourth group
+            raise RuntimeError("this group is poison")
+        return super().schedule(*args, **kwargs)
+"""
+
+
+def test_a_group_that_no_worker_survives_ends_the_run(
+    ray_session: None, tiny_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "poison.py").write_text(POISON)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    config = tiny_config("rollout.max_failures=2", "rollout.engine_args.scheduler_cls=poison.Poisoned")
+    message = r"2 workers failed with the same group \(rollout.max_failures\); the last: .*this group is poison"
+    with pytest.raises(ActorError, match=message), recorded_run(config, notes := []) as run:
+        run.driver.run()
+    assert len(notes) == 2, notes
+
+
+@pytest.mark.long
 def test_the_run_survives_random_deaths(ray_session: None, tiny_config) -> None:
     """A small version of `make chaos`."""
     chaos(tiny_config, kills=4, steps=20, pause_s=(1.0, 6.0))
@@ -111,7 +136,7 @@ def chaos(tiny_config, *, kills: int, steps: int, pause_s: tuple[float, float]) 
     """A run of three workers, one killed now and then; at least ``steps`` long, and a bit longer than the killing."""
     config = tiny_config(
         *("rollout.num_workers=3", "rollout.max_staleness=1", "num_steps=1000000", "learner.num_ranks=1"),
-        *("algorithm.beta=0", "rollout.max_start_failures=1000"),
+        *("algorithm.beta=0", "rollout.max_failures=1000"),
     )
     with recorded_run(config, notes := []) as run:
         killer = Killer(run, kills, pause_s, seed=1)
@@ -200,6 +225,7 @@ def throughput(run_dir: Path) -> dict[float, float]:
     }
 
 
+@pytest.mark.long
 def test_the_pool_grows_when_the_learner_waits(ray_session: None, tiny_config) -> None:
     autoscale = "rollout.autoscale={max: 2, wait_fraction: 0.01, idle_fraction: 0.9}"
     config = tiny_config(*LONG, autoscale, "rollout.max_staleness=1", "num_steps=100000")
@@ -235,6 +261,7 @@ def kill_learner_after(run: str, run_dir: Path, steps: int) -> None:
     os.kill(actor_pids(run, "LearnerActor")[0], signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_nodes_leave_and_join(tiny_model_dir: Path, tmp_path: Path) -> None:
     """On a simulated cluster of three nodes."""
     env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}

@@ -134,6 +134,7 @@ def test_training_depends_neither_on_budget_nor_ranks(ray_session, tiny_model_di
     assert two["eval_after"] == pytest.approx(one["eval_after"], abs=1e-4)
 
 
+@pytest.mark.long
 def test_a_run_that_is_stopped_and_loses_its_learner_ends_like_any_other(
     ray_session, tiny_model_dir: Path, tmp_path: Path, capfd
 ) -> None:

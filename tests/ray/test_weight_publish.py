@@ -13,7 +13,7 @@ from actors.load_plan import LoadPlan, keeps_weights_as_loaded
 from actors.rollout import RolloutActor
 from actors.weight_sync import SessionTransport
 from rlhf.algorithms import make_algorithm
-from rlhf.batch import Rollout, TrainBatch, pack
+from rlhf.batch import Prompt, Rollout, TrainBatch, pack
 from rlhf.data import load_prompts
 from rlhf.errors import ActorError
 from rlhf.models import load_policy
@@ -95,6 +95,15 @@ def test_groups_are_whole_and_each_prompt_comes_once(live, prompts) -> None:
             assert len(rollout.token_ids) == len(rollout.versions) == config.rollout.max_completion_tokens
             assert (rollout.versions == 8).all()
             assert rollout.truncated
+
+
+def test_prompts_that_do_not_fit_into_one_step_of_the_engine_are_sampled(live) -> None:
+    """With seeds, which on a CPU allow no prompt to be cut in two."""
+    _, _, roles = live
+    members = roles.rollouts.members()
+    prompts = [Prompt(id=i, token_ids=[10 + i] * 61, text="") for i in range(80)]
+    assert len(generate(roles, prompts, group_size=1)) == 80
+    assert roles.rollouts.members() == members, "a worker has been replaced"
 
 
 def test_samples_do_not_depend_on_which_worker_draws_them(live, prompts) -> None:

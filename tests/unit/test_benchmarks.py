@@ -22,12 +22,14 @@ def measured(module: str, model: Path, out: Path, *options: str, timeout_s: floa
     return json.loads(out.read_text())
 
 
+@pytest.mark.long
 def test_bench_learner(tiny_model_dir: Path, tmp_path: Path) -> None:
     variants = measured("bench_learner", tiny_model_dir, tmp_path / "learner.json")["variants"]
     assert variants.keys() == {"default", "zero1"}
     assert all(result["tokens_per_s"] > 0 for result in variants.values())
 
 
+@pytest.mark.long
 def test_bench_rollout(tiny_model_dir: Path, tmp_path: Path) -> None:
     settings = ["logprobs=true", "--variant", "two", "workers=2", "idle_processes=1", "engine_args.block_size=64"]
     result = measured("bench_rollout", tiny_model_dir, tmp_path / "rollout.json", *settings)
@@ -36,6 +38,7 @@ def test_bench_rollout(tiny_model_dir: Path, tmp_path: Path) -> None:
     assert result["variants"]["two"].items() >= {"workers": 2, "logprobs": True, "sequences": 8}.items()
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_bench_step(tiny_model_dir: Path, tmp_path: Path) -> None:
     result = measured("bench_step", tiny_model_dir, tmp_path / "step.json", "--lengths", "ragged")
@@ -47,6 +50,7 @@ def test_bench_step(tiny_model_dir: Path, tmp_path: Path) -> None:
     assert result["completion_tokens"]["ours"] == imposed
 
 
+@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_bench_scaling(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_bench_sync(tiny_model_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "sync.json"

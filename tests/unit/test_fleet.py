@@ -71,6 +71,18 @@ def test_a_late_sample_may_end_a_task_that_is_queued_again() -> None:
     assert fleet.dispatch() == []
 
 
+def test_a_failure_says_how_many_had_the_same_task() -> None:
+    fleet = live_fleet(8, 8, 8)
+    assert fleet.fail(2) == 0, "it held nothing"
+    first = fleet.enqueue(prompt_tokens=1, num_samples=1)
+    fleet.dispatch()
+    assert fleet.fail(0) == 1
+    fleet.enqueue(prompt_tokens=1, num_samples=1)
+    fleet.dispatch()
+    assert fleet.fail(1) == 2, "the first one's second failure"
+    assert fleet.tasks[first].losses == 2
+
+
 def test_no_worker_serves_an_old_version() -> None:
     fleet = live_fleet(8)
     with pytest.raises(AssertionError, match="old weight version"):
