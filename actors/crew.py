@@ -105,21 +105,26 @@ class Crew:
     def fail(self, worker_id: int, error: BaseException) -> None:
         """Quarantines a worker: its work goes back to the queue, its process ends, another will be started.
 
-        Raises ActorError when too many in a row have failed before they could serve, or with the same group.
+        Raises ActorError when too many in a row have failed before they could serve, or while they had the same group.
         """
         process = self._processes[worker_id]
         self._note(f"rollout pool: replacing a worker: {str(error).splitlines()[0]}")
         self.num_replaced += 1
-        losses = self.fleet.fail(worker_id)
+        suspect = self.fleet.fail(worker_id)
         if not process.has_lived:
             self._start_failures += 1
             self._backoff_until = time.monotonic() + min(MAX_BACKOFF_S, 2.0**self._start_failures)
         self._end(worker_id)
         self.fleet.bury(worker_id)
-        limit = self._settings.max_failures
-        if max(losses, self._start_failures) >= limit:
-            what = "with the same group" if losses >= limit else "before they could serve"
-            raise ActorError(f"rollout pool: {limit} workers failed {what} (rollout.max_failures); the last: {error}")
+        limit, when = self._settings.max_failures, None
+        if self._start_failures >= limit:
+            when = "before they could serve"
+        elif suspect is not None and suspect.losses >= limit:
+            when = f"while they sampled prompt {suspect.prompt_id}"
+        if when:
+            raise ActorError(
+                f"rollout pool: {limit} workers in a row failed {when} (rollout.max_failures); the last: {error}"
+            )
 
     def retire(self, worker_id: int) -> None:
         """Ends a healthy worker; others do its unfinished work."""

@@ -87,7 +87,7 @@ def engine_args(spec: WorkerSpec) -> dict[str, Any]:
             "block_size": 32,  # the default of 128 would keep a group from sharing its prompt
             # whole prompts only: after a part of one, vLLM turns back its seeded generator, which a CPU cannot
             "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, spec.max_model_tokens),
+            "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, spec.max_model_tokens + config.max_num_seqs),
         }
     else:
         args |= {

@@ -115,7 +115,9 @@ class RolloutPool:
         with self._lock:
             ids = []
             for prompt in prompts:
-                task = self._fleet.enqueue(prompt_tokens=len(prompt.token_ids), num_samples=group_size)
+                task = self._fleet.enqueue(
+                    prompt_id=prompt.id, prompt_tokens=len(prompt.token_ids), num_samples=group_size
+                )
                 self._groups[task] = GroupInProgress(prompt, greedy, group_size)
                 ids.append(task)
             self._dispatch()

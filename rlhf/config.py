@@ -331,7 +331,7 @@ class RolloutConfig:
     num_workers: int = 1
     extra_kinds: dict[str, WorkerKindConfig] = field(default_factory=dict)  # further workers, by the name of their kind
     autoscale: AutoscaleConfig | None = None  # None: num_workers stays what it is, until `rlhf scale`
-    max_failures: int = 5  # workers in a row that could not start, or that had the same group: then the run gives up
+    max_failures: int = 5  # workers in a row that cannot start, or that fail with the same group: the run gives up
     tensor_parallel_size: int = 1
     max_completion_tokens: int = 512
     temperature: float = 1.0
@@ -372,7 +372,7 @@ class RolloutConfig:
             f"rollout.gpu_memory_fraction={self.gpu_memory_fraction} must lie between 0 and 1",
         )
         at_least("rollout", 0, num_workers=self.num_workers, max_staleness=self.max_staleness)
-        at_least("rollout", 1, max_failures=self.max_failures)
+        at_least("rollout", 2, max_failures=self.max_failures)
         scale = self.autoscale
         require(
             scale is None or scale.min <= self.num_workers <= scale.max,

@@ -24,7 +24,7 @@ from rlhf.weights import gathered_state_dict
 
 LossFn = Callable[[Any, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
 """(model output, its micro-batch on the same device) -> (loss, stats): sums, which simply add up over micro-batches and
-ranks. It should not wait for the device, so that the host has the next micro-batch ready when this one ends."""
+ranks. It should not wait for the device: below ZeRO-3, whose backward waits anyway, the host then works ahead."""
 
 DUMMY_TOKENS = 2  # a rank without a sequence in some round runs this many tokens at zero weight
 

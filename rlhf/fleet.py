@@ -55,10 +55,12 @@ class Task:
     """A group of completions of one prompt."""
 
     id: int
+    prompt_id: int
     prompt_tokens: int
     missing: set[int]  # sample indices that have not come back
     holders: set[int] = field(default_factory=set)  # workers that sample it: one, or two where the first is slow
-    losses: int = 0  # holders that have failed: perhaps it is the task that they cannot bear
+    losses: int = 0  # holders in a row that failed before any of its samples came back, each started after the last
+    counted_until: int = 0  # ids of workers that were there when a loss was counted: theirs may have the same cause
 
 
 @dataclass(frozen=True)
@@ -127,17 +129,19 @@ class Fleet:
             self._move(worker_id, State.DRAINING)
         self._move(worker_id, State.DEAD)
 
-    def fail(self, worker_id: int) -> int:
+    def fail(self, worker_id: int) -> Task | None:
         """It died, stopped answering or received wrong weights: others do its unfinished work.
 
-        Returns how many workers in all have failed with one and the same of its tasks, at most.
+        Returns the one of its tasks with the most losses: perhaps that is what workers cannot bear. None: it held none.
         """
-        held = [self.tasks[t] for t in self.workers[worker_id].tasks]
+        held = [self.tasks[t] for t in sorted(self.workers[worker_id].tasks)]
         for task in held:
-            task.losses += 1
+            if worker_id >= task.counted_until:
+                task.losses += 1
+                task.counted_until = self._next_worker
         self._give_back(worker_id)
         self._move(worker_id, State.QUARANTINED)
-        return max((task.losses for task in held), default=0)
+        return max(held, key=lambda task: task.losses, default=None)
 
     def bury(self, worker_id: int) -> None:
         """A quarantined worker's process is gone and its place given back."""
@@ -185,9 +189,9 @@ class Fleet:
 
     # Tasks
 
-    def enqueue(self, *, prompt_tokens: int, num_samples: int) -> int:
+    def enqueue(self, *, prompt_id: int, prompt_tokens: int, num_samples: int) -> int:
         """A new task; its id."""
-        task = Task(self._next_task, prompt_tokens, set(range(num_samples)))
+        task = Task(self._next_task, prompt_id, prompt_tokens, set(range(num_samples)))
         self._next_task += 1
         self.tasks[task.id] = task
         self.queue.append(task.id)
@@ -241,6 +245,7 @@ class Fleet:
         if task is None or sample not in task.missing:
             return False
         task.missing.remove(sample)
+        task.losses = 0
         self.completion_tokens = LENGTH_MEMORY * self.completion_tokens + (1 - LENGTH_MEMORY) * num_tokens
         if not task.missing:
             self._drop(task_id)

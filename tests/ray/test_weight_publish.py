@@ -100,6 +100,7 @@ def test_groups_are_whole_and_each_prompt_comes_once(live, prompts) -> None:
 def test_prompts_that_do_not_fit_into_one_step_of_the_engine_are_sampled(live) -> None:
     """With seeds, which on a CPU allow no prompt to be cut in two."""
     _, _, roles = live
+    roles.rollouts.publish(8)
     members = roles.rollouts.members()
     prompts = [Prompt(id=i, token_ids=[10 + i] * 61, text="") for i in range(80)]
     assert len(generate(roles, prompts, group_size=1)) == 80

@@ -18,9 +18,17 @@ def live_fleet(*capacities: int, version: int = 0) -> Fleet:
     return fleet
 
 
+def join(fleet: Fleet) -> int:
+    """One more live worker; its id."""
+    worker = fleet.spawn("default", 8).id
+    fleet.started(worker)
+    fleet.admit(worker, fleet.version)
+    return worker
+
+
 def test_a_group_goes_whole_to_the_worker_with_least_to_do() -> None:
     fleet = live_fleet(100, 100)
-    long, *_short = (fleet.enqueue(prompt_tokens=n, num_samples=4) for n in (500, 10, 10, 10))
+    long, *_short = (fleet.enqueue(prompt_id=0, prompt_tokens=n, num_samples=4) for n in (500, 10, 10, 10))
     assert fleet.dispatch() == [
         Assignment(0, long, (0, 1, 2, 3)),
         *(Assignment(1, task, (0, 1, 2, 3)) for task in (1, 2, 3)),
@@ -32,14 +40,14 @@ def test_work_is_spread_in_proportion_to_pace() -> None:
     fleet.measured(0, 30.0)
     fleet.measured(1, 10.0)
     for _ in range(40):
-        fleet.enqueue(prompt_tokens=0, num_samples=4)
+        fleet.enqueue(prompt_id=0, prompt_tokens=0, num_samples=4)
     counts = [a.worker for a in fleet.dispatch()]
     assert counts.count(0) == 30
 
 
 def test_a_full_worker_takes_no_more_and_an_empty_one_takes_anything() -> None:
     fleet = live_fleet(4)
-    first, second = (fleet.enqueue(prompt_tokens=1, num_samples=6) for _ in range(2))
+    first, second = (fleet.enqueue(prompt_id=0, prompt_tokens=1, num_samples=6) for _ in range(2))
     assert [a.task for a in fleet.dispatch()] == [first]
     for sample in range(6):
         assert fleet.sample_done(first, sample, num_tokens=5)
@@ -48,9 +56,9 @@ def test_a_full_worker_takes_no_more_and_an_empty_one_takes_anything() -> None:
 
 def test_a_failed_workers_unfinished_samples_go_elsewhere_first() -> None:
     fleet = live_fleet(8, 8)
-    held, other = (fleet.enqueue(prompt_tokens=1, num_samples=4) for _ in range(2))
+    held, other = (fleet.enqueue(prompt_id=0, prompt_tokens=1, num_samples=4) for _ in range(2))
     fleet.dispatch()
-    waiting = [fleet.enqueue(prompt_tokens=1, num_samples=4) for _ in range(3)]
+    waiting = [fleet.enqueue(prompt_id=0, prompt_tokens=1, num_samples=4) for _ in range(3)]
     fleet.sample_done(held, 2, num_tokens=5)
     fleet.fail(0)
     assert list(fleet.queue) == [held, *waiting]
@@ -63,7 +71,7 @@ def test_a_failed_workers_unfinished_samples_go_elsewhere_first() -> None:
 
 def test_a_late_sample_may_end_a_task_that_is_queued_again() -> None:
     fleet = live_fleet(8)
-    task = fleet.enqueue(prompt_tokens=1, num_samples=1)
+    task = fleet.enqueue(prompt_id=0, prompt_tokens=1, num_samples=1)
     fleet.dispatch()
     fleet.fail(0)
     assert fleet.sample_done(task, 0, num_tokens=5)
@@ -71,16 +79,28 @@ def test_a_late_sample_may_end_a_task_that_is_queued_again() -> None:
     assert fleet.dispatch() == []
 
 
-def test_a_failure_says_how_many_had_the_same_task() -> None:
-    fleet = live_fleet(8, 8, 8)
-    assert fleet.fail(2) == 0, "it held nothing"
-    first = fleet.enqueue(prompt_tokens=1, num_samples=1)
+def test_a_task_that_outlives_its_workers_is_suspect() -> None:
+    fleet = live_fleet(8)
+    task = fleet.tasks[fleet.enqueue(prompt_id=7, prompt_tokens=1, num_samples=2)]
+    for losses in (1, 2):
+        fleet.dispatch()
+        (holder,) = task.holders
+        assert fleet.fail(holder) is task and task.losses == losses
+        join(fleet)
+    assert fleet.fail(join(fleet)) is None, "it held nothing"
     fleet.dispatch()
-    assert fleet.fail(0) == 1
-    fleet.enqueue(prompt_tokens=1, num_samples=1)
-    fleet.dispatch()
-    assert fleet.fail(1) == 2, "the first one's second failure"
-    assert fleet.tasks[first].losses == 2
+    fleet.sample_done(task.id, 0, num_tokens=3)
+    assert task.losses == 0, "a sample came back"
+
+
+def test_a_node_that_takes_its_workers_along_makes_nobody_suspect() -> None:
+    fleet = live_fleet(*[8] * 8)
+    task = fleet.tasks[fleet.enqueue(prompt_id=7, prompt_tokens=1, num_samples=2)]
+    for _ in range(8):
+        fleet.dispatch()
+        (holder,) = task.holders
+        fleet.fail(holder)
+    assert task.losses == 1
 
 
 def test_no_worker_serves_an_old_version() -> None:
@@ -96,7 +116,7 @@ def test_no_worker_serves_an_old_version() -> None:
 
 def test_tasks_stay_with_a_worker_over_a_publish() -> None:
     fleet = live_fleet(8)
-    task = fleet.enqueue(prompt_tokens=1, num_samples=2)
+    task = fleet.enqueue(prompt_id=0, prompt_tokens=1, num_samples=2)
     fleet.dispatch()
     fleet.suspend(0)
     assert fleet.dispatch() == []
@@ -107,10 +127,10 @@ def test_tasks_stay_with_a_worker_over_a_publish() -> None:
 
 def test_draining_finishes_what_it_holds_and_takes_nothing() -> None:
     fleet = live_fleet(8)
-    task = fleet.enqueue(prompt_tokens=1, num_samples=1)
+    task = fleet.enqueue(prompt_id=0, prompt_tokens=1, num_samples=1)
     fleet.dispatch()
     fleet.drain(0)
-    fleet.enqueue(prompt_tokens=1, num_samples=1)
+    fleet.enqueue(prompt_id=0, prompt_tokens=1, num_samples=1)
     assert fleet.dispatch() == [] and fleet.emptied() == []
     fleet.sample_done(task, 0, num_tokens=3)
     assert fleet.emptied() == [0]
@@ -121,7 +141,7 @@ def test_an_idle_worker_takes_over_from_a_much_slower_one_only() -> None:
     fleet = live_fleet(8, 8)
     fleet.measured(0, 100.0)
     fleet.measured(1, 30.0)
-    fast = fleet.enqueue(prompt_tokens=1, num_samples=2)
+    fast = fleet.enqueue(prompt_id=0, prompt_tokens=1, num_samples=2)
     fleet.workers[1].tasks.add(fast)
     fleet.tasks[fast].holders.add(1)
     fleet.queue.clear()
@@ -197,7 +217,7 @@ class RandomHistory(RuleBasedStateMachine):
 
     @rule(samples=st.integers(1, 6))
     def enqueue(self, samples: int) -> None:
-        self.given[self.fleet.enqueue(prompt_tokens=3, num_samples=samples)] = samples
+        self.given[self.fleet.enqueue(prompt_id=0, prompt_tokens=3, num_samples=samples)] = samples
 
     @rule()
     def dispatch(self) -> None:
