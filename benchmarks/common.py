@@ -142,7 +142,7 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
 
 
 class PeakMemory:
-    """The most memory in use on any GPU of this machine while the context lasts, whoever uses it, asked once a second.
+    """The most memory in use on any GPU that this process may use, while the context lasts; asked once a second.
 
     ``gib`` is None where there is no nvidia-smi.
     """
@@ -162,6 +162,8 @@ class PeakMemory:
 
     def _watch(self) -> None:
         command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]  # MiB, a line per GPU
+        if gpus := os.environ.get("CUDA_VISIBLE_DEVICES"):
+            command.append(f"--id={gpus}")
         while not self._ended.wait(1.0):
             answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             self.gib = max(self.gib or 0.0, max(map(float, answer.split())) / 1024)

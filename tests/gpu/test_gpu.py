@@ -1,14 +1,17 @@
-"""On NVIDIA GPUs: training stays on its own GPU, weights cross over NCCL and CUDA IPC, and shared prompts are exact.
+"""On NVIDIA GPUs: training stays on its own GPU, weights cross over NCCL and CUDA IPC, shared prompts are exact, and no
+loss waits for the GPU.
 
 pytest -m gpu tests/gpu
 """
 
+import contextlib
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import ray
@@ -19,10 +22,13 @@ from actors.cluster import Cluster, connect
 from benchmarks.bench_learner import ragged_batch
 from jobs.prepare import prepare_random
 from rlhf.algorithms import make_algorithm
-from rlhf.batch import Prompt, Rollout, pack
+from rlhf.batch import Prompt, Rollout, TrainBatch, pack
+from rlhf.config import AlgorithmConfig
 from rlhf.data import load_prompts
 from rlhf.driver import Roles
-from rlhf.models import load_policy, packed_inputs
+from rlhf.engine import Engine
+from rlhf.learner import PolicyLearner, ValueLearner
+from rlhf.models import PolicyModel, load_policy, packed_inputs
 from rlhf.recipes import load_config
 from rlhf.rewards import combine
 
@@ -157,3 +163,69 @@ def test_shared_prompts_give_the_numbers_of_whole_sequences(model: Path, compile
     assert (shared - whole).abs().mean() < BF16_MEAN_BOUND
     assert torch.nn.functional.cosine_similarity(shared_gradient, whole_gradient, dim=0) > 0.999
     assert shared_gradient.norm().item() == pytest.approx(whole_gradient.norm().item(), rel=0.01)
+
+
+LOSSES = {
+    "dapo": {"beta": 0.1, "entropy_coef": 0.01, "rollout_correction": "token_truncate", "delta": 2.0},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0, "rollout_correction": "token_mask"},
+    "gspo": {"importance_sampling_level": "sequence", "rollout_correction": "sequence_mask"},
+    "rloo": {"name": "rloo", "loss_type": "rloo", "rollout_correction": "sequence_truncate"},
+}
+
+
+@pytest.fixture(scope="module")
+def policy(model: Path) -> PolicyModel:
+    loaded = load_policy(str(model), dtype=torch.bfloat16, temperature=1.0, chunk_tokens=4096).cuda().train()
+    loaded.compile_layers()
+    return loaded
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """Raises where the host would wait for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def batch_with_everything(policy: PolicyModel, device: torch.device) -> TrainBatch:
+    """Every optional tensor there is."""
+    batch = ragged_batch(num_sequences=32, prompt_tokens=150, median=100, longest=300, vocab=100_000)
+    with torch.no_grad():
+        logprobs = policy(packed_inputs(batch, device))[0].cpu()
+    return batch.with_(
+        **dict.fromkeys(("old_logprobs", "ref_logprobs", "rollout_logprobs", "values", "returns"), logprobs),
+        loss_weights=torch.ones_like(logprobs),
+        entropy_mask=logprobs < 0,
+    )
+
+
+@pytest.mark.parametrize("settings", LOSSES.values(), ids=LOSSES)
+def test_forward_loss_and_backward_never_wait_for_the_gpu(policy: PolicyModel, settings: dict[str, Any]) -> None:
+    """Below DeepSpeed, whose stage 3 waits by itself. So the host prepares a micro-batch while the GPU computes one."""
+    device = torch.device("cuda")
+    batch = batch_with_everything(policy, device)
+    no_engine = cast(Engine, None)  # a loss needs none
+    learner = PolicyLearner(no_engine, AlgorithmConfig(**settings), seed=0, max_completion_tokens=300)
+    critic = ValueLearner(no_engine, AlgorithmConfig(name="ppo"), seed=0, max_completion_tokens=300)
+
+    def micro_batch() -> list[torch.Tensor]:
+        output = policy(packed_inputs(batch, device, share_prompts=True))
+        moved = batch.to(device)
+        loss, stats = learner._loss(output, moved, batch.num_completion_tokens)
+        value_loss, value_stats = critic._loss(output[0], moved)
+        (loss + value_loss).backward()
+        return [loss, *stats.values(), value_loss, *value_stats.values()]
+
+    micro_batch()  # compiles
+    with no_waiting():
+        numbers = micro_batch()
+    assert all(number.isfinite() for number in numbers)
+
+
+def test_moving_a_pageable_tensor_counts_as_waiting() -> None:
+    """The test above can fail."""
+    with no_waiting(), pytest.raises(RuntimeError, match="synchronizing"):
+        torch.ones(4).to("cuda")
