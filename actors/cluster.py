@@ -16,7 +16,7 @@ from actors.learner import CriticActor, LearnerActor
 from actors.placement import Placement
 from actors.pool import RolloutPool
 from actors.reward import RewardActor
-from actors.roles import LearnerGroup, RewardGroup, ScorerGroup
+from actors.roles import LearnerGroup, RewardGroup, SharedWork
 from actors.weight_sync import ObjectStoreTransport, SessionTransport, Transport
 from actors.worker_factory import WorkerFactory
 from rlhf.config import Config, RewardTrainingConfig
@@ -187,13 +187,10 @@ class Cluster(ActorCluster):
     def _start_all(self) -> None:
         """Creates every process, then starts all roles at once: start-up is imports and loading, and overlaps."""
         config, roles = self._config, self.topology.slots
-        actors = {"learner": LearnerActor, "critic": CriticActor, "reference": ReferenceActor}
-        located = {r: self._create(r, a, lambda i, n: (config, i, n)) for r, a in actors.items() if r in roles}
-        located |= {
-            r: self._create(r, a, lambda i, n: (config,))
-            for r, a in {"reward_model": RewardModelActor, "reward": RewardActor}.items()
-            if r in roles
-        }
+        learners = {"learner": LearnerActor, "critic": CriticActor}
+        scorers = {"reference": ReferenceActor, "reward_model": RewardModelActor, "reward": RewardActor}
+        located = {r: self._create(r, a, lambda i, n: (config, i, n)) for r, a in learners.items() if r in roles}
+        located |= {r: self._create(r, a, lambda i, n: (config,)) for r, a in scorers.items() if r in roles}
         if self._shares_gpus:  # workers that span GPUs use those that Ray gave to learner ranks: these must be known
             self._groups |= {role: located.pop(role).result() for role in ("learner", "critic") if role in located}
             self._check_memory()
@@ -286,7 +283,7 @@ class Cluster(ActorCluster):
             reward=RewardGroup(
                 groups.get("reward"), groups.get("reward_model"), reward_weights(self._config), timeouts
             ),
-            reference=ScorerGroup(groups["reference"], timeouts) if "reference" in groups else None,
+            reference=SharedWork(groups["reference"], timeouts, "scoring groups") if "reference" in groups else None,
             critic=LearnerGroup(groups["critic"], timeouts) if "critic" in groups else None,
         )
 

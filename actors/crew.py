@@ -34,7 +34,7 @@ class Process:
     waiting_since: float  # for what it owes: to start, or to report
     collecting: ray.ObjectRef | None = None
     pending: set[ray.ObjectRef] = field(default_factory=set)  # calls that only have to succeed
-    requests: dict[str, tuple[int, int]] = field(default_factory=dict)  # request key -> (task, sample)
+    requests: dict[int, set[str]] = field(default_factory=dict)  # by task, the keys of what it has not finished
     has_lived: bool = False
     counted_tokens: int = 0
     counted_s: float = 0.0
@@ -191,7 +191,7 @@ class Crew:
         for assignment, prompt, greedy in work:
             for sample in assignment.samples:
                 key = f"{assignment.task}.{sample}.{next(self._attempts)}"
-                self._processes[assignment.worker].requests[key] = (assignment.task, sample)
+                self._processes[assignment.worker].requests.setdefault(assignment.task, set()).add(key)
                 requests.setdefault(assignment.worker, []).append(Request(key, prompt, sample, greedy))
         for worker_id, batch in requests.items():
             process = self._processes[worker_id]
@@ -200,10 +200,8 @@ class Crew:
     def abort(self, task: int) -> None:
         """Whoever is still sampling a finished task may stop."""
         for process in self._processes.values():
-            if keys := [key for key, (owner, _) in process.requests.items() if owner == task]:
-                for key in keys:
-                    del process.requests[key]
-                process.pending.add(process.member.handle.abort.remote(keys))
+            if keys := process.requests.pop(task, None):
+                process.pending.add(process.member.handle.abort.remote(sorted(keys)))
 
     # Listening
 
@@ -243,7 +241,8 @@ class Crew:
         process.collecting = process.member.handle.collect.remote(COLLECT_WAIT_S)
         completions = []
         for key, rollout in report.finished:
-            task, sample = process.requests.pop(key, (-1, -1))
+            task, sample, _ = map(int, key.split("."))
+            process.requests.get(task, set()).discard(key)
             if self.fleet.sample_done(task, sample, len(rollout.token_ids)):
                 completions.append((task, sample, rollout))
         if now - process.counted_s >= PACE_OVER_S:

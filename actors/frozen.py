@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from actors.group import RankActor
@@ -11,15 +12,15 @@ from rlhf.batch import Rollout, TrainBatch
 from rlhf.config import Config
 from rlhf.engine import local_rank_device, resolve_dtype
 from rlhf.frozen import FrozenScorer, RewardModel
-from rlhf.learner import Part
 from rlhf.models import load_policy, load_scalar
+from rlhf.roles import Scores
 
 
 class ReferenceActor(RankActor):
-    """One replica of the frozen policy; scores its share of each batch."""
+    """One replica of the frozen policy."""
 
-    def __init__(self, config: Config, rank: int, num_ranks: int) -> None:
-        self._config, self._rank, self._num_ranks = config, rank, num_ranks
+    def __init__(self, config: Config) -> None:
+        self._config = config
 
     def start(self) -> None:
         config, device = self._config, local_rank_device()
@@ -33,22 +34,20 @@ class ReferenceActor(RankActor):
         self._on_shared_gpu = shares_gpu(config, device)
         self._scorer = FrozenScorer(
             model,
-            rank=self._rank,
-            num_ranks=self._num_ranks,
             token_budget=config.reference.micro_batch_tokens,
             device=device,
             compiled=config.learner.compile,
         )
 
-    def score(self, batch: TrainBatch) -> Part:
-        scores = self._scorer.score(batch)
+    def score(self, batches: Sequence[TrainBatch]) -> list[Tensor]:
+        scores = self._scorer.score(batches)
         if self._on_shared_gpu:
             torch.cuda.empty_cache()
         return scores
 
 
 class RewardModelActor(RankActor):
-    """One replica of the reward model; scores the rollouts it is given."""
+    """One replica of the reward model."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -67,11 +66,11 @@ class RewardModelActor(RankActor):
             compiled=self._config.learner.compile,
         )
 
-    def score(self, rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
-        scores = self._model.score(rollouts, decode(self._decoder, rollouts))
+    def score(self, groups: Sequence[Sequence[Rollout]]) -> list[Scores]:
+        scores = self._model.score(groups, decode(self._decoder, groups))
         if self._on_shared_gpu:
             torch.cuda.empty_cache()
-        return {"model": scores}
+        return [{"model": of_group} for of_group in scores]
 
 
 def shares_gpu(config: Config, device: torch.device) -> bool:

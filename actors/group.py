@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import ray
@@ -46,6 +47,10 @@ class Call(Generic[T]):
 
     def result(self) -> T:
         """Waits for every rank; the first failure is raised at once, not after the others' deadlines."""
+        return self._answer
+
+    @cached_property
+    def _answer(self) -> T:
         owners = {ref: member for member, ref in self._refs}
         pending = [ref for _, ref in self._refs]
         while pending:

@@ -123,13 +123,14 @@ class RolloutPool:
             self._dispatch()
         return ids
 
-    def next_group(self, ids: Collection[int]) -> tuple[int, list[Rollout]]:
-        """Waits for the first of these groups. Raises DeadlineError at timeouts.generate_s."""
+    def next_groups(self, ids: Collection[int]) -> dict[int, list[Rollout]]:
+        """Waits for the first of these groups, and returns all that have finished by then, in that order. Raises
+        DeadlineError at timeouts.generate_s."""
         started = time.monotonic()
         with self._lock:
             self._driver_waits = True
             try:
-                while (found := next((i for i in self._finished if i in ids), None)) is None:
+                while not (found := [i for i in self._finished if i in ids]):
                     self._raise_failure()
                     left = started + self._timeouts.generate_s - time.monotonic()
                     if left <= 0:
@@ -141,7 +142,7 @@ class RolloutPool:
             finally:
                 self._driver_waits = False
                 self._load.waited(time.monotonic() - started)
-            return found, self._finished.pop(found)
+            return {i: self._finished.pop(i) for i in found}
 
     def _dispatch(self) -> None:
         if self._asleep:

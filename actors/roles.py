@@ -1,7 +1,8 @@
 """The driver's roles, played by groups of Ray actors."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from functools import cached_property
+from itertools import chain, pairwise
 from typing import Any
 
 from torch import Tensor
@@ -9,10 +10,11 @@ from torch import Tensor
 from actors.group import ActorGroup, Call, Deadline
 from rlhf.batch import Rollout, TrainBatch, merge_scores
 from rlhf.config import TimeoutConfig
+from rlhf.roles import Scores
 
 
-class ScorerGroup:
-    """Ranks that share the scoring of a batch: reference, critic and learner."""
+class LearnerGroup:
+    """The ranks of a model that learns; every call is collective over them."""
 
     def __init__(self, group: ActorGroup, timeouts: TimeoutConfig) -> None:
         self._group, self._timeouts = group, timeouts
@@ -26,10 +28,6 @@ class ScorerGroup:
             doing="scoring a batch",
             fold=lambda parts: merge_scores(batch, parts),
         )
-
-
-class LearnerGroup(ScorerGroup):
-    """The ranks of a model that learns; every call is collective over them."""
 
     def update(self, batch: TrainBatch) -> Call[dict[str, float]]:
         return self._group.call(
@@ -54,8 +52,33 @@ class LearnerGroup(ScorerGroup):
         self._group.call(method, directory, deadline=deadline, doing=doing).result()
 
 
+class SharedWork:
+    """Replicas among which a call's items are divided. They take turns, for many a call brings a single item."""
+
+    def __init__(self, group: ActorGroup, timeouts: TimeoutConfig, doing: str) -> None:
+        self._group, self._doing, self._turn = group, doing, 0
+        self._deadline = Deadline(timeouts.score_s, "timeouts.score_s")
+
+    def score(self, items: Sequence[Any]) -> Call[list[Any]]:
+        """One answer per item, in order."""
+        self._turn += 1
+        return self._group.rotated(self._turn).call_each(
+            "score",
+            [(share,) for share in shares(items, len(self._group.members))],
+            deadline=self._deadline,
+            doing=self._doing,
+            fold=lambda answers: list(chain.from_iterable(answers)),
+        )
+
+
+def shares(items: Sequence[Any], count: int) -> list[Sequence[Any]]:
+    """At most ``count`` contiguous stretches of about the same length; none is empty."""
+    bounds = [round(i * len(items) / count) for i in range(count + 1)]
+    return [items[a:b] for a, b in pairwise(bounds) if b > a]
+
+
 class RewardGroup:
-    """Reward-function workers and reward-model replicas; each gets a share of the rollouts."""
+    """Reward-function workers and reward-model replicas."""
 
     def __init__(
         self,
@@ -64,54 +87,27 @@ class RewardGroup:
         weights: dict[str, float],
         timeouts: TimeoutConfig,
     ) -> None:
-        self._groups = [group for group in (functions, models) if group is not None]
-        self._weights, self._timeouts = weights, timeouts
-        self._turn = 0
+        self._scorers = [SharedWork(g, timeouts, "giving rewards") for g in (functions, models) if g is not None]
+        self._weights = weights
 
     def weights(self) -> dict[str, float]:
         return self._weights
 
-    def score(self, rollouts: Sequence[Rollout]) -> "JointCall":
-        """Submits everything at once; members take turns, for most calls bring a single group."""
-        deadline = Deadline(self._timeouts.score_s, "timeouts.score_s")
-        self._turn += 1
-        return JointCall(
-            [
-                group.rotated(self._turn).call_each(
-                    "score",
-                    [(share,) for share in split_groups(rollouts, len(group.members))],
-                    deadline=deadline,
-                    doing="giving rewards",
-                    fold=concatenate_scores,
-                )
-                for group in self._groups
-            ]
-        )
+    def score(self, groups: Sequence[Sequence[Rollout]]) -> "JointCall":
+        """Submits everything at once."""
+        return JointCall([scorer.score(groups) for scorer in self._scorers])
 
 
 class JointCall:
-    """Several calls whose dictionaries join into one."""
+    """Several calls about the same groups; what they say of a group joins into one."""
 
-    def __init__(self, calls: Sequence[Call[dict[str, list[float]]]]) -> None:
+    def __init__(self, calls: Sequence[Call[list[Scores]]]) -> None:
         self._calls = calls
 
-    def result(self) -> dict[str, list[float]]:
-        return {name: scores for call in self._calls for name, scores in call.result().items()}
+    def result(self) -> list[Scores]:
+        return self._joined
 
-
-def split_groups(rollouts: Sequence[Rollout], num_shares: int) -> list[list[Rollout]]:
-    """Contiguous shares that never part a group (a reward function may compare its members); empty ones left out."""
-    groups: list[list[Rollout]] = []
-    for rollout in rollouts:
-        if groups and groups[-1][0].prompt.id == rollout.prompt.id:
-            groups[-1].append(rollout)
-        else:
-            groups.append([rollout])
-    bounds = [round(i * len(groups) / num_shares) for i in range(num_shares + 1)]
-    shares = [[r for group in groups[a:b] for r in group] for a, b in pairwise(bounds)]
-    return [share for share in shares if share]
-
-
-def concatenate_scores(parts: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Joins the shares' scores in order."""
-    return {name: [score for part in parts for score in part[name]] for name in parts[0]}
+    @cached_property
+    def _joined(self) -> list[Scores]:
+        answers = zip(*(call.result() for call in self._calls), strict=True)
+        return [dict(chain.from_iterable(scores.items() for scores in of_group)) for of_group in answers]

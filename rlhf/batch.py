@@ -8,7 +8,7 @@ Two layouts, no padding in either. Over S sequences, N completion tokens in all:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -144,8 +144,9 @@ def pack(rollouts: Sequence[Rollout]) -> TrainBatch:
     assert all(r.token_ids for r in rollouts), "a completion holds at least one token"
     logprobs = [r.logprobs for r in rollouts if r.logprobs is not None]
     assert len(logprobs) in (0, len(rollouts)), "either all rollouts of a batch carry log-probabilities, or none"
+    tokens = chain.from_iterable(ids for r in rollouts for ids in (r.prompt.token_ids, r.token_ids))
     return TrainBatch(
-        tokens=torch.tensor([t for r in rollouts for t in (*r.prompt.token_ids, *r.token_ids)], dtype=torch.long),
+        tokens=torch.from_numpy(np.fromiter(tokens, np.int64)),
         prompt_lengths=torch.tensor([len(r.prompt.token_ids) for r in rollouts], dtype=torch.long),
         completion_lengths=torch.tensor([len(r.token_ids) for r in rollouts], dtype=torch.long),
         truncated=torch.tensor([r.truncated for r in rollouts]),

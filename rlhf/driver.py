@@ -13,8 +13,10 @@ from rlhf.checkpoint import CheckpointStore, read_state
 from rlhf.config import Config
 from rlhf.rewards import combine
 from rlhf.roles import Critic, Learner, Metrics, Reference, Reward, Rollouts
-from rlhf.stream import Batch, GroupStream, sample_once
+from rlhf.stream import Batch, GroupStream, merge_parts, sample_once
 from rlhf.tracking import Roofline, Tracker, rollout_metrics
+
+EVAL_PART = 32  # held-out completions that are scored together
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ class Driver:
             return
         with self.tracker.phase("evaluate"):
             rollouts = sample_once(self.eval_prompts, self.roles.rollouts)
-            scores = self.roles.reward.score(rollouts).result()
+            parts = [rollouts[i : i + EVAL_PART] for i in range(0, len(rollouts), EVAL_PART)]
+            scores = merge_parts(self.roles.reward.score(parts).result())
         rewards = combine(scores, self.roles.reward.weights())
         self.evaluations[self.step] = rollout_metrics(rollouts, scores, rewards, group_size=1)
         self.tracker.log_eval(self.step, self.evaluations[self.step])

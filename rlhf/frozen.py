@@ -7,21 +7,19 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rlhf.batch import Rollout, TrainBatch
+from rlhf.batch import Rollout, TrainBatch, merge_scores
 from rlhf.errors import ConfigError
 from rlhf.models import PackedModel, PolicyModel, ScalarModel, packed_inputs
 from rlhf.packing import plan_micro_batches, prompt_units, worth_sharing
 
 
 class FrozenScorer:
-    """Runs a model over this rank's share of packed batches, without gradients."""
+    """Runs a model over packed batches, without gradients."""
 
     def __init__(
         self,
         model: PackedModel,
         *,
-        rank: int,
-        num_ranks: int,
         token_budget: int,
         device: torch.device,
         compiled: bool = False,
@@ -30,30 +28,28 @@ class FrozenScorer:
         self.model = model.to(device).eval().requires_grad_(False)
         if compiled and device.type == "cuda":
             self.model.compile_layers()
-        self._rank, self._num_ranks, self._token_budget, self._device = rank, num_ranks, token_budget, device
+        self._token_budget, self._device = token_budget, device
 
     @torch.no_grad()
-    def score(self, batch: TrainBatch) -> tuple[list[int], Tensor]:
-        """(sequence indices, float32 [n] of their completion tokens): log-probabilities, or scalar scores."""
-        share_prompts = worth_sharing(batch)
-        plan = plan_micro_batches(
-            prompt_units(
-                batch,
-                share_prompts=share_prompts,
-                num_ranks=self._num_ranks,
-                token_budget=self._token_budget,
-            ),
-            num_ranks=self._num_ranks,
-            token_budget=self._token_budget,
-            hidden_size=self.model.lm.config.hidden_size,
-        )
-        mine = [indices for indices in plan[self._rank] if indices]
-        pieces = [self._forward(batch.select(indices), share_prompts) for indices in mine]
-        return [i for indices in mine for i in indices], torch.cat(pieces).cpu() if pieces else torch.empty(0)
+    def score(self, batches: Sequence[TrainBatch]) -> list[Tensor]:
+        """For each batch float32 [N]: log-probabilities of its completion tokens, or scalar scores, on the CPU.
 
-    def _forward(self, batch: TrainBatch, share_prompts: bool) -> Tensor:
-        output = self.model(packed_inputs(batch, self._device, share_prompts=share_prompts))
-        return output[0] if isinstance(self.model, PolicyModel) else output
+        No micro-batch holds sequences of two batches, so a batch's scores do not depend on what it comes with.
+        """
+        parts = [self._forward(batch) for batch in batches]  # the host is ahead of the device: nothing waits before
+        return [merge_scores(b, [(i, s.cpu()) for i, s in p]) for b, p in zip(batches, parts, strict=True)]
+
+    def _forward(self, batch: TrainBatch) -> list[tuple[list[int], Tensor]]:
+        """(sequence indices, scores of their completion tokens) of every micro-batch."""
+        share_prompts, budget = worth_sharing(batch), self._token_budget
+        units = prompt_units(batch, share_prompts=share_prompts, num_ranks=1, token_budget=budget)
+        hidden_size = self.model.lm.config.hidden_size
+        (plan,) = plan_micro_batches(units, num_ranks=1, token_budget=budget, hidden_size=hidden_size)
+        parts = []
+        for indices in plan:
+            output = self.model(packed_inputs(batch.select(indices), self._device, share_prompts=share_prompts))
+            parts.append((indices, output[0] if isinstance(self.model, PolicyModel) else output))
+        return parts
 
 
 class RewardModel:
@@ -72,20 +68,16 @@ class RewardModel:
         """``path``: where its tokenizer is; ``max_tokens``: per text; ``compiled``: as of FrozenScorer."""
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self._max_tokens = min(max_tokens, token_budget - 1)  # last_token_batch appends one
-        self._scorer = FrozenScorer(
-            model, rank=0, num_ranks=1, token_budget=token_budget, device=device, compiled=compiled
-        )
+        self._scorer = FrozenScorer(model, token_budget=token_budget, device=device, compiled=compiled)
 
-    def score(self, rollouts: Sequence[Rollout], texts: Sequence[str]) -> list[float]:
-        """One score per rollout; ``texts`` are the completions."""
-        return self.score_tokens([self._tokenise(r, text) for r, text in zip(rollouts, texts, strict=True)])
+    def score(self, groups: Sequence[Sequence[Rollout]], texts: Sequence[Sequence[str]]) -> list[list[float]]:
+        """By group, one score per rollout; ``texts`` are the completions."""
+        pairs = zip(groups, texts, strict=True)
+        return self.score_tokens([list(map(self._tokenise, group, completions)) for group, completions in pairs])
 
-    def score_tokens(self, sequences: Sequence[list[int]]) -> list[float]:
-        """The model's scalar at the last token of each sequence."""
-        batch = last_token_batch(sequences)
-        indices, scores = self._scorer.score(batch)
-        by_sequence = dict(zip(indices, scores.tolist(), strict=True))
-        return [by_sequence[i] for i in range(len(sequences))]
+    def score_tokens(self, groups: Sequence[Sequence[list[int]]]) -> list[list[float]]:
+        """By group, the model's scalar at the last token of each sequence."""
+        return [scores.tolist() for scores in self._scorer.score([last_token_batch(group) for group in groups])]
 
     def _tokenise(self, rollout: Rollout, text: str) -> list[int]:
         prompt = rollout.prompt

@@ -32,8 +32,12 @@ class Scorer(Protocol):
         ...
 
 
-class Reference(Scorer, Protocol):
-    """The frozen policy: ``score`` gives its log-probabilities."""
+class Reference(Protocol):
+    """The frozen policy."""
+
+    def score(self, batches: Sequence[TrainBatch]) -> Pending[list[Tensor]]:
+        """For each batch float32 [N]: log-probabilities of its completion tokens, whatever it comes with."""
+        ...
 
 
 class Trained(Scorer, Protocol):
@@ -67,8 +71,8 @@ class Critic(Trained, Protocol):
 class Reward(Protocol):
     """Everything that gives a reward."""
 
-    def score(self, rollouts: Sequence[Rollout]) -> Pending[Scores]:
-        """One list [S] per reward function or model, by its metric name; unweighted. NaN: the function abstained."""
+    def score(self, groups: Sequence[Sequence[Rollout]]) -> Pending[list[Scores]]:
+        """Unweighted scores of each group, which nothing sees together with another one. NaN: a function abstained."""
         ...
 
     def weights(self) -> dict[str, float]:
@@ -83,8 +87,8 @@ class Rollouts(Protocol):
         """Queues a group of ``group_size`` completions per prompt; returns the groups' ids."""
         ...
 
-    def next_group(self, ids: Collection[int]) -> tuple[int, list[Rollout]]:
-        """Waits for the first of these groups to finish: (id, its rollouts by sample index)."""
+    def next_groups(self, ids: Collection[int]) -> dict[int, list[Rollout]]:
+        """Waits until one of these groups has finished. All that have: their rollouts by sample index."""
         ...
 
     def publish(self, version: int) -> Metrics:

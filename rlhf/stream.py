@@ -7,7 +7,7 @@ are still being sampled; a batch is made of the first to finish, as far as no gr
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from rlhf.data import PromptStream
 from rlhf.rewards import combine
 from rlhf.roles import Pending, Reference, Reward, Rollouts, Scores
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Admitted:
@@ -29,13 +31,24 @@ class Admitted:
 
 
 @dataclass(frozen=True)
+class Share(Generic[T]):
+    """One group's part of what was asked for several groups at once."""
+
+    of: Pending[list[T]]
+    index: int
+
+    def result(self) -> T:
+        return self.of.result()[self.index]
+
+
+@dataclass(frozen=True)
 class ScoredGroup:
     """A finished group, and what is known or on its way about it."""
 
     admitted: Admitted
     rollouts: list[Rollout]
-    scores: Pending[Scores]
-    ref_logprobs: Pending[Tensor] | None
+    scores: Share[Scores]
+    ref_logprobs: Share[Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -72,12 +85,12 @@ class GroupStream:
         refills = self._algorithm.dynamic_sampling_max_tries * size
         self._admit(step, (1 + ahead) * size - len(self._sampling) - len(self._ready))
         while (chosen := self._choose(step)) is None:
-            group = self._next_group()
-            if refills and self._is_equal(group):
-                refills -= 1
-                self._admit(step, 1)
-            else:
-                self._ready.append(group)
+            for group in self._next_groups():
+                if refills and self._is_equal(group):
+                    refills -= 1
+                    self._admit(step, 1)
+                else:
+                    self._ready.append(group)
         taken = sorted((self._ready[i] for i in chosen), key=lambda group: group.admitted.prompt.id)
         self._ready = [group for i, group in enumerate(self._ready) if i not in chosen]
         return assemble(taken)
@@ -102,16 +115,24 @@ class GroupStream:
         for group_id, prompt in zip(ids, prompts, strict=True):
             self._sampling[group_id] = Admitted(prompt, last_step=step + self._max_staleness)
 
-    def _next_group(self) -> ScoredGroup:
-        """Waits for one, and asks for its rewards and reference log-probabilities without waiting for those.
+    def _next_groups(self) -> list[ScoredGroup]:
+        """Waits for one, takes all that have finished, and asks for their rewards and reference log-probabilities
+        without waiting for those.
 
-        Each group is scored by itself: what it is packed together with must not depend on the order of finishing.
+        They go together, for each call costs time, but none is packed with another: numbers must not depend on the
+        order of finishing.
         """
-        group_id, rollouts = self._rollouts.next_group(self._sampling)
-        admitted = self._sampling.pop(group_id)
-        assert rollouts[0].prompt.id == admitted.prompt.id, "the pool mixed up groups"
-        reference = self._reference.score(pack(rollouts)) if self._reference else None
-        return ScoredGroup(admitted, rollouts, self._reward.score(rollouts), reference)
+        finished = self._rollouts.next_groups(self._sampling)
+        groups = list(finished.values())
+        scores = self._reward.score(groups)
+        reference = self._reference.score([pack(rollouts) for rollouts in groups]) if self._reference else None
+        scored = []
+        for index, (group_id, rollouts) in enumerate(finished.items()):
+            admitted = self._sampling.pop(group_id)
+            assert rollouts[0].prompt.id == admitted.prompt.id, "the pool mixed up groups"
+            ref_logprobs = Share(reference, index) if reference else None
+            scored.append(ScoredGroup(admitted, rollouts, Share(scores, index), ref_logprobs))
+        return scored
 
     def _is_equal(self, group: ScoredGroup) -> bool:
         rewards = combine(group.scores.result(), self._reward.weights())
@@ -159,23 +180,27 @@ def choose_batch(ready: Sequence[int], sampling: Sequence[int], *, step: int, si
 
 
 def assemble(groups: Sequence[ScoredGroup]) -> Batch:
-    """Waits for the groups' scores and packs them."""
+    """Packs the groups and waits for their scores."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
+    packed = pack(rollouts)
     parts = [group.scores.result() for group in groups]
     references = [group.ref_logprobs.result() for group in groups if group.ref_logprobs]
     return Batch(
         rollouts,
-        pack(rollouts).with_(ref_logprobs=torch.cat(references) if references else None),
-        {name: [score for part in parts for score in part[name]] for name in parts[0]},
+        packed.with_(ref_logprobs=torch.cat(references) if references else None),
+        merge_parts(parts),
     )
+
+
+def merge_parts(parts: Sequence[Scores]) -> Scores:
+    """The scores of several groups as those of one."""
+    return {name: [score for part in parts for score in part[name]] for name in parts[0]}
 
 
 def sample_once(prompts: Sequence[Prompt], rollouts: Rollouts) -> list[Rollout]:
     """One greedy completion of each prompt, in their order."""
     ids = rollouts.submit(prompts, group_size=1, greedy=True)
-    waiting, finished = set(ids), {}
-    while waiting:
-        group_id, group = rollouts.next_group(waiting)
-        waiting.remove(group_id)
-        finished[group_id] = group
+    finished: dict[int, list[Rollout]] = {}
+    while waiting := set(ids) - finished.keys():
+        finished |= rollouts.next_groups(waiting)
     return [rollout for group_id in ids for rollout in finished[group_id]]

@@ -206,15 +206,22 @@ class RewardFunctions:
         for function in self.functions:
             function.check_columns(columns)
 
+    @property
+    def read_text(self) -> bool:
+        """Whether any of them takes the completions' text: to decode it costs more than many a function."""
+        return any("completions" in _named_parameters(f.call) or _takes_any_keyword(f.call) for f in self.functions)
+
     def score(
-        self, prompts: Sequence[Prompt], texts: Sequence[str], token_ids: Sequence[Sequence[int]]
+        self, prompts: Sequence[Prompt], texts: Sequence[str] | None, token_ids: Sequence[Sequence[int]]
     ) -> dict[str, list[float]]:
         """One list [S] per function, by name, unweighted; NaN where it abstained.
 
-        ``texts`` and ``token_ids`` [S] are the completions; ``prompts`` [S] repeats a prompt for each of its samples.
-        Raises RewardError (a function raised, or did not return one finite number per completion) or DeadlineError.
+        ``texts`` and ``token_ids`` [S] are the completions, ``texts`` None where no function reads them; ``prompts``
+        [S] repeats a prompt for each of its samples. Raises RewardError (a function raised, or did not return one
+        finite number per completion) or DeadlineError.
         """
-        assert len(prompts) == len(texts) == len(token_ids)
+        assert len(prompts) == len(token_ids)
+        assert texts is not None or not self.read_text, "a function would not get the text it asks for"
         if not prompts:
             return {function.name: [] for function in self.functions}
         self.check_columns(list(_columns(prompts)))
@@ -247,17 +254,19 @@ def _columns(prompts: Sequence[Prompt]) -> dict[str, None]:
 
 
 def _arguments(
-    prompts: Sequence[Prompt], texts: Sequence[str], token_ids: Sequence[Sequence[int]]
+    prompts: Sequence[Prompt], texts: Sequence[str] | None, token_ids: Sequence[Sequence[int]]
 ) -> dict[str, list[Any]]:
     def chat_or_text(prompt: Prompt, text: str) -> Any:
         return text if prompt.messages is None else [{"role": "assistant", "content": text}]
 
-    return {
+    arguments = {
         **{name: [prompt.columns.get(name) for prompt in prompts] for name in _columns(prompts)},
         "prompts": [prompt.text if prompt.messages is None else prompt.messages for prompt in prompts],
-        "completions": [chat_or_text(prompt, text) for prompt, text in zip(prompts, texts, strict=True)],
         "completion_ids": [list(ids) for ids in token_ids],
     }
+    if texts is not None:
+        arguments["completions"] = [chat_or_text(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+    return arguments
 
 
 def _start(function: RewardFunction, arguments: dict[str, Any]) -> Future[Any]:

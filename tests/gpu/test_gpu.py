@@ -82,11 +82,8 @@ def sample(roles: Roles, prompts: Sequence[Prompt], group_size: int) -> list[Rol
     """Finished groups in the order of their prompts."""
     ids = roles.rollouts.submit(prompts, group_size=group_size)
     groups: dict[int, list[Rollout]] = {}
-    waiting = set(ids)
-    while waiting:
-        found, group = roles.rollouts.next_group(waiting)
-        waiting.remove(found)
-        groups[found] = group
+    while waiting := set(ids) - groups.keys():
+        groups |= roles.rollouts.next_groups(waiting)
     return [rollout for i in ids for rollout in groups[i]]
 
 
@@ -103,7 +100,7 @@ def test_weights_cross_and_training_stays_where_it_is(live) -> None:
         rollouts = sample(roles, prompts, group_size=8)
         batch = pack(rollouts)
         assert batch.versions.unique().tolist() == [version]
-        rewards = combine(roles.reward.score(rollouts).result(), roles.reward.weights())
+        rewards = combine(roles.reward.score([rollouts]).result()[0], roles.reward.weights())
         roles.rollouts.sleep()  # colocated: weights and cache are gone, and come back with the next publish
         logprobs = roles.learner.score(batch).result()
         assert batch.rollout_logprobs is not None
@@ -134,9 +131,9 @@ def test_a_killed_worker_gives_its_gpu_back_and_is_replaced(live) -> None:
     killed = time.monotonic()
     waiting = set(ids)
     while waiting:  # with nobody to sample them until there is a new worker, which learns version 0 meanwhile
-        found, group = roles.rollouts.next_group(waiting)
-        waiting.remove(found)
-        assert {int(v) for rollout in group for v in rollout.versions} == {0}
+        finished = roles.rollouts.next_groups(waiting)
+        waiting -= finished.keys()
+        assert {int(v) for group in finished.values() for rollout in group for v in rollout.versions} == {0}
     print(f"all groups finished {time.monotonic() - killed:.1f} s after the death")
     assert used_mib()[gpu] < 1.5 * used_before, "the dead worker's engine still holds its GPU"
 

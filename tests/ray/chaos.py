@@ -1,6 +1,7 @@
 """Kills rollout workers at random moments of a real run, and keeps a record of what the run did about it."""
 
 import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -23,6 +24,10 @@ from rlhf.driver import Driver
 from rlhf.roles import Metrics
 from rlhf.stream import Batch
 from rlhf.tracking import Tracker
+
+PHASES = ("generate", "update", "publish")
+VICTIMS = (1, 1, 2, 1, 3)  # at once
+PHASE_S = 300.0  # for a phase to come: with no worker left, the driver waits for a new one
 
 
 @dataclass
@@ -78,26 +83,36 @@ def spy(run: RecordedRun) -> None:
 
 
 class Killer(threading.Thread):
-    """``kill -9`` for a random rollout worker, again and again, until told to stop or out of kills."""
+    """``kill -9`` for random rollout workers at random moments of every phase in turn: for one, two or all at once."""
 
     def __init__(self, run: RecordedRun, kills: int, pause_s: tuple[float, float], seed: int) -> None:
         super().__init__(daemon=True)
         self.kills: list[tuple[str, int]] = []  # (the driver's phase, workers alive at that time)
         self._run, self._wanted, self._pause_s, self._random = run, kills, pause_s, Random(seed)
-        self.stopping = threading.Event()
 
     def run(self) -> None:
-        while len(self.kills) < self._wanted and not self.stopping.wait(self._random.uniform(*self._pause_s)):
-            if pids := actor_pids(self._run.config.name, "RolloutActor"):
+        for phase, num_victims in zip(itertools.cycle(PHASES), itertools.cycle(VICTIMS), strict=False):
+            if len(self.kills) == self._wanted:
+                break
+            time.sleep(self._random.uniform(*self._pause_s))
+            self._await(phase)
+            pids = actor_pids(self._run.config.name, "RolloutActor")
+            num_victims = min(num_victims, len(pids), self._wanted - len(self.kills))
+            for killed, pid in enumerate(self._random.sample(pids, num_victims)):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._random.choice(pids), signal.SIGKILL)
-                    self.kills.append((self._run.phase, len(pids)))
+                    os.kill(pid, signal.SIGKILL)
+                    self.kills.append((self._run.phase, len(pids) - killed))
+
+    def _await(self, phase: str) -> None:
+        """Waits for a moment of this phase; publishing takes a twentieth of a second."""
+        until(lambda: self._run.phase == phase, PHASE_S, f"a moment of {phase}", pause_s=0.001)
+        time.sleep(self._random.uniform(0, 0.02))
 
 
-def until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+def until(condition: Callable[[], bool], timeout_s: float, what: str, pause_s: float = 0.1) -> None:
     """Waits for a condition. Raises TimeoutError."""
     ends = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > ends:
             raise TimeoutError(f"not within {timeout_s:g} s: {what}")
-        time.sleep(0.1)
+        time.sleep(pause_s)

@@ -83,7 +83,7 @@ def test_saved_directory_scores_alike_in_transformers(
     with torch.no_grad():
         expected = model(input_ids=padded["input_ids"], attention_mask=padded["attention_mask"]).logits[:, 0]
     assert expected.std() > 1e-2, "the scores must differ, or this test proves nothing"
-    torch.testing.assert_close(torch.tensor(reward_model.score_tokens(sequences)), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(*reward_model.score_tokens([sequences])), expected, rtol=0, atol=1e-5)
 
 
 def test_the_actor_scores_with_it(
@@ -94,7 +94,8 @@ def test_the_actor_scores_with_it(
     prompt = Prompt(id=0, token_ids=reward_model.tokenizer(PROMPT)["input_ids"], text=PROMPT)
     answers = [reward_model.tokenizer(text)["input_ids"] for text in TEXTS]
     rollouts = [Rollout(prompt, i, ids, np.zeros(len(ids), np.int32), "stop") for i, ids in enumerate(answers)]
-    assert actor.score(rollouts) == {"model": pytest.approx(reward_model.score_tokens(sequences), abs=1e-5)}
+    expected = pytest.approx(*reward_model.score_tokens([sequences]), abs=1e-5)
+    assert actor.score([rollouts, rollouts]) == [{"model": expected}] * 2
 
 
 def initial_values(config: Config, sequences: list[list[int]]) -> torch.Tensor:
@@ -114,7 +115,7 @@ def test_a_critic_starts_from_its_head(
     tiny_config, model_dir: Path, reward_model: RewardModel, sequences: list[list[int]]
 ) -> None:
     config = tiny_config(f"reward.model.path={model_dir}", recipe="ppo_rm_tiny")
-    expected = torch.tensor(reward_model.score_tokens(sequences))
+    expected = torch.tensor(*reward_model.score_tokens([sequences]))
     torch.testing.assert_close(initial_values(config, sequences), expected, rtol=0, atol=1e-5)
 
 

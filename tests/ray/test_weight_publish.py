@@ -37,9 +37,9 @@ def generate(roles, prompts, group_size: int) -> list[list[Rollout]]:
     waiting = set(roles.rollouts.submit(prompts, group_size=group_size))
     groups = []
     while waiting:
-        group_id, group = roles.rollouts.next_group(waiting)
-        waiting.remove(group_id)
-        groups.append(group)
+        finished = roles.rollouts.next_groups(waiting)
+        waiting -= finished.keys()
+        groups += finished.values()
     return groups
 
 
@@ -55,10 +55,9 @@ def gap(logprobs: torch.Tensor, batch: TrainBatch) -> float:
 
 
 def train_once(config, roles, rollouts, batch) -> None:
-    scores = roles.reward.score(rollouts).result()
-    batch = batch.with_(
-        rewards=combine(scores, roles.reward.weights()), ref_logprobs=roles.reference.score(batch).result()
-    )
+    (scores,) = roles.reward.score([rollouts]).result()
+    (ref_logprobs,) = roles.reference.score([batch]).result()
+    batch = batch.with_(rewards=combine(scores, roles.reward.weights()), ref_logprobs=ref_logprobs)
     roles.learner.update(make_algorithm(config.algorithm).assign_advantages(batch)[0]).result()
 
 
@@ -79,8 +78,20 @@ def test_reference_stays_where_it_was(live, prompts) -> None:
     _, _, roles = live
     roles.rollouts.publish(7)
     _, batch = sample(roles, prompts)
-    learner, reference = roles.learner.score(batch), roles.reference.score(batch)
-    assert (learner.result() - reference.result()).abs().max() > FP32_BOUND
+    learner, reference = roles.learner.score(batch).result(), roles.reference.score([batch]).result()[0]
+    assert (learner - reference).abs().max() > FP32_BOUND
+
+
+def test_what_a_group_comes_with_does_not_change_its_scores(live, prompts) -> None:
+    _, _, roles = live
+    roles.rollouts.publish(7)
+    groups = generate(roles, prompts, group_size=4)
+    batches = [pack(group) for group in groups]
+    together = roles.reference.score(batches).result()
+    alone = [roles.reference.score([batch]).result()[0] for batch in batches]
+    assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+    rewards = roles.reward.score(groups).result()
+    assert rewards == [roles.reward.score([group]).result()[0] for group in groups]
 
 
 def test_groups_are_whole_and_each_prompt_comes_once(live, prompts) -> None:

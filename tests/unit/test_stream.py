@@ -66,16 +66,16 @@ class Pool:
             self.groups[i] = [Rollout(prompt, k, [5], versions, "stop") for k in range(group_size)]
         return list(ids)
 
-    def next_group(self, ids: Collection[int]) -> tuple[int, list[Rollout]]:
-        found = self.random.choice(sorted(ids))
-        return found, self.groups.pop(found)
+    def next_groups(self, ids: Collection[int]) -> dict[int, list[Rollout]]:
+        found = self.random.sample(sorted(ids), self.random.randint(1, min(3, len(ids))))
+        return {i: self.groups.pop(i) for i in found}
 
 
 @dataclass(frozen=True)
 class Done:
-    scores: dict[str, list[float]]
+    scores: list[dict[str, list[float]]]
 
-    def result(self) -> dict[str, list[float]]:
+    def result(self) -> list[dict[str, list[float]]]:
         return self.scores
 
 
@@ -86,8 +86,8 @@ class EveryThird:
     def weights(self) -> dict[str, float]:
         return {"right": 1.0}
 
-    def score(self, rollouts: Sequence[Rollout]) -> Done:
-        return Done({"right": [float(r.prompt.id % 3 == 0 and r.sample_index == 0) for r in rollouts]})
+    def score(self, groups: Sequence[Sequence[Rollout]]) -> Done:
+        return Done([{"right": [float(r.prompt.id % 3 == 0 and r.sample_index == 0) for r in g]} for g in groups])
 
 
 def make(settings: Config, seed: int = 0) -> tuple[GroupStream, Counting, Pool]:
@@ -174,7 +174,7 @@ def test_out_of_tries_the_batch_is_filled_with_equal_groups() -> None:
 def test_a_mixed_up_group_is_a_bug() -> None:
     stream, _, pool = make(config(2))
     mixed = [Rollout(Prompt(9, [1], ""), 0, [5], np.zeros(1, np.int32), "stop")]
-    pool.next_group = lambda ids: (next(iter(ids)), mixed)  # type: ignore[method-assign]
+    pool.next_groups = lambda ids: {next(iter(ids)): mixed}  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match="mixed up"):
         stream.next_batch(0)
 
