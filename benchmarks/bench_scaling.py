@@ -1,6 +1,6 @@
 """More GPUs, more speed? Whole runs of ``rlhf train`` on 1 to --gpus GPUs of one host, one row each.
 
-python -m benchmarks.bench_scaling MODEL_DIR [KEY=VALUE ...] --gpus 4 [--parts separate overlap ...] [--out FILE]
+python -m benchmarks.bench_scaling MODEL_DIR [KEY=VALUE ...] --gpus 4 [--parts colocate ...] [--counts 1 4] [--out FILE]
 python -m benchmarks.bench_scaling --tiny MODEL_DIR          # three minutes on two CPU cores; what the test runs
 
 separate   one learner GPU and 1 to N-1 rollout GPUs, each with the same number of sequences: tokens/s of the pool, and
@@ -40,18 +40,22 @@ class Scaling:
 
     def separate(self) -> list[Row]:
         """Pools of 1 to N-1 workers."""
-        rows = [self._weak("separate", workers, learner_gpus=1) for workers in range(1, self._args.gpus)]
-        return self._with_efficiency(rows)
+        return self._with_efficiency([self._weak("separate", count, learner_gpus=1) for count in self._apart()])
 
     def colocate(self) -> list[Row]:
         """The whole step on 1, 2, 4, ... GPUs."""
-        counts = [2**k for k in range(self._args.gpus.bit_length()) if 2**k <= self._args.gpus]
+        doubling = [2**k for k in range(self._args.gpus.bit_length()) if 2**k <= self._args.gpus]
+        counts = self._args.counts or doubling
         return self._with_efficiency([self._weak("colocate", count, learner_gpus=count) for count in counts])
+
+    def _apart(self) -> list[int]:
+        """Numbers of rollout GPUs beside the learner's."""
+        return self._args.counts or list(range(1, self._args.gpus))
 
     def overlap(self) -> list[Row]:
         """Synchronous and asynchronous steps over one batch, with 1 to N-1 rollout workers."""
         rows = []
-        for workers in range(1, self._args.gpus):
+        for workers in self._apart():
             # Both ask vLLM for log-probabilities, which cost it time.
             settings = ["placement.mode=separate", "algorithm.rollout_correction=token_truncate"]
             in_turns = self._run(workers, self._args.prompts, settings)
@@ -153,6 +157,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--gpus", type=int, default=4)
+    parser.add_argument("--counts", nargs="+", type=int, help="only these numbers of rollout GPUs")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--prompts", type=int, default=64, help="per worker; in the overlap part in all")
     parser.add_argument("--group", type=int, default=8)

@@ -424,3 +424,11 @@ def test_a_row_without_any_reward_is_an_error() -> None:
     with pytest.raises(RewardError) as caught:
         combine({"a": [1.0, math.nan], "b": [1.0, math.nan]}, {"a": 1.0, "b": 1.0})
     assert "every reward function (a, b) abstained for 1 of 2 completions (first: 1)" in str(caught.value)
+
+
+def test_text_is_asked_for_only_by_functions_that_take_it() -> None:
+    assert not together(lambda completion_ids: [0.0]).read_text
+    assert together(lambda completion_ids: [0.0], lambda completions: [0.0]).read_text
+    assert together(lambda **kwargs: [0.0]).read_text
+    by_tokens = together(lambda completion_ids, prompts: [float(len(ids)) for ids in completion_ids])
+    assert by_tokens.score(plain(), None, [[1], [2, 3]]) == {"<lambda>": [1.0, 2.0]}
