@@ -16,7 +16,7 @@ from actors.learner import CriticActor, LearnerActor
 from actors.placement import Placement
 from actors.pool import RolloutPool
 from actors.reward import RewardActor
-from actors.roles import LearnerGroup, RewardGroup, SharedWork
+from actors.roles import LearnerGroup, Replicas, RewardGroup
 from actors.weight_sync import ObjectStoreTransport, SessionTransport, Transport
 from actors.worker_factory import WorkerFactory
 from rlhf.config import Config, RewardTrainingConfig
@@ -283,7 +283,7 @@ class Cluster(ActorCluster):
             reward=RewardGroup(
                 groups.get("reward"), groups.get("reward_model"), reward_weights(self._config), timeouts
             ),
-            reference=SharedWork(groups["reference"], timeouts, "scoring groups") if "reference" in groups else None,
+            reference=Replicas(groups["reference"], timeouts, "scoring groups") if "reference" in groups else None,
             critic=LearnerGroup(groups["critic"], timeouts) if "critic" in groups else None,
         )
 

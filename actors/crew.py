@@ -201,7 +201,7 @@ class Crew:
         """Whoever is still sampling a finished task may stop."""
         for process in self._processes.values():
             if keys := process.requests.pop(task, None):
-                process.pending.add(process.member.handle.abort.remote(sorted(keys)))
+                process.pending.add(process.member.handle.abort.remote(list(keys)))
 
     # Listening
 

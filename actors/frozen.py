@@ -67,7 +67,7 @@ class RewardModelActor(RankActor):
         )
 
     def score(self, groups: Sequence[Sequence[Rollout]]) -> list[Scores]:
-        scores = self._model.score(groups, decode(self._decoder, groups))
+        scores = self._model.score(groups, [decode(self._decoder, group) for group in groups])
         if self._on_shared_gpu:
             torch.cuda.empty_cache()
         return [{"model": of_group} for of_group in scores]

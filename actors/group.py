@@ -52,7 +52,7 @@ class Call(Generic[T]):
     @cached_property
     def _answer(self) -> T:
         owners = {ref: member for member, ref in self._refs}
-        pending = [ref for _, ref in self._refs]
+        pending, answers = list(owners), {}
         while pending:
             ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, self._ends - time.monotonic()))
             if not ready:
@@ -62,8 +62,8 @@ class Call(Generic[T]):
                     f"{self._deadline.key} if that is normal"
                 )
             for ref in ready:
-                fetch(ref, owners[ref], self._doing)
-        return self._fold([fetch(ref, member, self._doing) for member, ref in self._refs])
+                answers[ref] = fetch(ref, owners[ref], self._doing)
+        return self._fold([answers[ref] for ref in owners])
 
 
 def fetch(ref: Any, member: Member, doing: str, timeout_s: float = 60.0) -> Any:

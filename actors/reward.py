@@ -24,13 +24,13 @@ class RewardActor(RankActor):
         )
 
     def score(self, groups: Sequence[Sequence[Rollout]]) -> list[Scores]:
-        texts = decode(self._decoder, groups) if self._functions.read_text else [None] * len(groups)
-        return [
-            self._functions.score([r.prompt for r in group], completions, [r.token_ids for r in group])
-            for group, completions in zip(groups, texts, strict=True)
-        ]
+        return [self._score(group) for group in groups]
+
+    def _score(self, group: Sequence[Rollout]) -> Scores:
+        texts = decode(self._decoder, group) if self._functions.needs_text else None
+        return self._functions.score([r.prompt for r in group], texts, [r.token_ids for r in group])
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, groups: Sequence[Sequence[Rollout]]) -> list[list[str]]:
-    """The completions' text by group, without special tokens."""
-    return [tokenizer.batch_decode([r.token_ids for r in group], skip_special_tokens=True) for group in groups]
+def decode(tokenizer: PreTrainedTokenizerBase, rollouts: Sequence[Rollout]) -> list[str]:
+    """The completions' text, without special tokens."""
+    return tokenizer.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)

@@ -52,8 +52,9 @@ class LearnerGroup:
         self._group.call(method, directory, deadline=deadline, doing=doing).result()
 
 
-class SharedWork:
-    """Replicas among which a call's items are divided. They take turns, for many a call brings a single item."""
+class Replicas:
+    """Actors of which each can do the whole work; a call's items are divided among them. They take turns, for many a
+    call brings a single item."""
 
     def __init__(self, group: ActorGroup, timeouts: TimeoutConfig, doing: str) -> None:
         self._group, self._doing, self._turn = group, doing, 0
@@ -61,17 +62,19 @@ class SharedWork:
 
     def score(self, items: Sequence[Any]) -> Call[list[Any]]:
         """One answer per item, in order."""
-        self._turn += 1
-        return self._group.rotated(self._turn).call_each(
+        shares = divide(items, len(self._group.members))
+        members = self._group.rotated(self._turn)
+        self._turn += len(shares)
+        return members.call_each(
             "score",
-            [(share,) for share in shares(items, len(self._group.members))],
+            [(share,) for share in shares],
             deadline=self._deadline,
             doing=self._doing,
             fold=lambda answers: list(chain.from_iterable(answers)),
         )
 
 
-def shares(items: Sequence[Any], count: int) -> list[Sequence[Any]]:
+def divide(items: Sequence[Any], count: int) -> list[Sequence[Any]]:
     """At most ``count`` contiguous stretches of about the same length; none is empty."""
     bounds = [round(i * len(items) / count) for i in range(count + 1)]
     return [items[a:b] for a, b in pairwise(bounds) if b > a]
@@ -87,7 +90,7 @@ class RewardGroup:
         weights: dict[str, float],
         timeouts: TimeoutConfig,
     ) -> None:
-        self._scorers = [SharedWork(g, timeouts, "giving rewards") for g in (functions, models) if g is not None]
+        self._scorers = [Replicas(g, timeouts, "giving rewards") for g in (functions, models) if g is not None]
         self._weights = weights
 
     def weights(self) -> dict[str, float]:

@@ -157,7 +157,9 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--gpus", type=int, default=4)
-    parser.add_argument("--counts", nargs="+", type=int, help="only these numbers of rollout GPUs")
+    parser.add_argument(
+        "--counts", nargs="+", type=int, help="only these numbers of GPUs; separate and overlap: of rollout GPUs"
+    )
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--prompts", type=int, default=64, help="per worker; in the overlap part in all")
     parser.add_argument("--group", type=int, default=8)
@@ -172,6 +174,7 @@ def main() -> None:
             gpus=2, parts=["separate", "overlap", "recovery"], prompts=2, group=4, completion=8, steps=3, staleness=0
         )
         args.settings = [*TINY_SETTINGS, *args.settings]
+    args.counts = sorted(args.counts or [])
     scaling = Scaling(args)
     facts = {name: getattr(args, name) for name in ("prompts", "group", "completion", "staleness")}
     rows = [row for part in args.parts for row in getattr(scaling, part)()]

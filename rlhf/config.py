@@ -284,11 +284,16 @@ class RewardConfig:
     num_workers: int = 1
     functions: list[RewardFunctionConfig] = field(default_factory=list)
     model: RewardModelConfig | None = None
-    function_timeout_s: float = 60.0  # for one call on one worker's share of the batch
+    function_timeout_s: float = 60.0  # for one call: on a group, or on a worker's share of the held-out completions
 
     def __post_init__(self) -> None:
         at_least("reward", 1, num_workers=self.num_workers)
         require(self.function_timeout_s > 0, f"reward.function_timeout_s={self.function_timeout_s} must be positive")
+
+    @property
+    def num_replicas(self) -> int:
+        """So many parts of a batch can be scored at the same time."""
+        return max(self.num_workers, self.model.num_ranks if self.model else 1)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The loop. Generate, score, assign advantages, update, publish; everything else serves this page."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +16,6 @@ from rlhf.rewards import combine
 from rlhf.roles import Critic, Learner, Metrics, Reference, Reward, Rollouts
 from rlhf.stream import Batch, GroupStream, merge_parts, sample_once
 from rlhf.tracking import Roofline, Tracker, rollout_metrics
-
-EVAL_PART = 32  # held-out completions that are scored together
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,8 @@ class Driver:
             return
         with self.tracker.phase("evaluate"):
             rollouts = sample_once(self.eval_prompts, self.roles.rollouts)
-            parts = [rollouts[i : i + EVAL_PART] for i in range(0, len(rollouts), EVAL_PART)]
+            size = math.ceil(len(rollouts) / self.config.reward.num_replicas)
+            parts = [rollouts[i : i + size] for i in range(0, len(rollouts), size)]
             scores = merge_parts(self.roles.reward.score(parts).result())
         rewards = combine(scores, self.roles.reward.weights())
         self.evaluations[self.step] = rollout_metrics(rollouts, scores, rewards, group_size=1)

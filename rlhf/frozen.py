@@ -36,7 +36,7 @@ class FrozenScorer:
 
         No micro-batch holds sequences of two batches, so a batch's scores do not depend on what it comes with.
         """
-        parts = [self._forward(batch) for batch in batches]  # the host is ahead of the device: nothing waits before
+        parts = [self._forward(batch) for batch in batches]  # no .cpu() before the last forward is under way
         return [merge_scores(b, [(i, s.cpu()) for i, s in p]) for b, p in zip(batches, parts, strict=True)]
 
     def _forward(self, batch: TrainBatch) -> list[tuple[list[int], Tensor]]:

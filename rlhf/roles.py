@@ -24,24 +24,23 @@ class Pending(Protocol[T_co]):
         ...
 
 
-class Scorer(Protocol):
-    """Per-token scores of a batch."""
-
-    def score(self, batch: TrainBatch) -> Pending[Tensor]:
-        """float32 [N]: log-probabilities (learner, reference) or values (critic) of the completion tokens."""
-        ...
-
-
 class Reference(Protocol):
     """The frozen policy."""
 
     def score(self, batches: Sequence[TrainBatch]) -> Pending[list[Tensor]]:
-        """For each batch float32 [N]: log-probabilities of its completion tokens, whatever it comes with."""
+        """One tensor per batch, in order, float32 [N]: log-probabilities of its completion tokens.
+
+        Each batch is packed by itself: its numbers do not depend on the others.
+        """
         ...
 
 
-class Trained(Scorer, Protocol):
+class Trained(Protocol):
     """A model that learns: what policy and critic have in common."""
+
+    def score(self, batch: TrainBatch) -> Pending[Tensor]:
+        """float32 [N]: log-probabilities (learner) or values (critic) of the completion tokens."""
+        ...
 
     def update(self, batch: TrainBatch) -> Pending[Metrics]:
         """All epochs and mini-batches of one training step."""
@@ -72,7 +71,10 @@ class Reward(Protocol):
     """Everything that gives a reward."""
 
     def score(self, groups: Sequence[Sequence[Rollout]]) -> Pending[list[Scores]]:
-        """Unweighted scores of each group, which nothing sees together with another one. NaN: a function abstained."""
+        """The scores of each group, in order, unweighted. NaN: a function abstained.
+
+        Each group is scored by itself: no function sees two together.
+        """
         ...
 
     def weights(self) -> dict[str, float]:
@@ -88,7 +90,7 @@ class Rollouts(Protocol):
         ...
 
     def next_groups(self, ids: Collection[int]) -> dict[int, list[Rollout]]:
-        """Waits until one of these groups has finished. All that have: their rollouts by sample index."""
+        """Waits until one of these groups has finished. Returns all that have, by id: rollouts by sample index."""
         ...
 
     def publish(self, version: int) -> Metrics:

@@ -31,14 +31,14 @@ class Admitted:
 
 
 @dataclass(frozen=True)
-class Share(Generic[T]):
-    """One group's part of what was asked for several groups at once."""
+class Item(Generic[T]):
+    """One group's answer out of a call about several."""
 
-    of: Pending[list[T]]
+    call: Pending[list[T]]
     index: int
 
     def result(self) -> T:
-        return self.of.result()[self.index]
+        return self.call.result()[self.index]
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class ScoredGroup:
 
     admitted: Admitted
     rollouts: list[Rollout]
-    scores: Share[Scores]
-    ref_logprobs: Share[Tensor] | None
+    scores: Item[Scores]
+    ref_logprobs: Item[Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,14 @@ class GroupStream:
         refills = self._algorithm.dynamic_sampling_max_tries * size
         self._admit(step, (1 + ahead) * size - len(self._sampling) - len(self._ready))
         while (chosen := self._choose(step)) is None:
+            num_replaced = 0
             for group in self._next_groups():
-                if refills and self._is_equal(group):
-                    refills -= 1
-                    self._admit(step, 1)
+                if num_replaced < refills and self._is_equal(group):
+                    num_replaced += 1
                 else:
                     self._ready.append(group)
+            refills -= num_replaced
+            self._admit(step, num_replaced)
         taken = sorted((self._ready[i] for i in chosen), key=lambda group: group.admitted.prompt.id)
         self._ready = [group for i, group in enumerate(self._ready) if i not in chosen]
         return assemble(taken)
@@ -130,8 +132,8 @@ class GroupStream:
         for index, (group_id, rollouts) in enumerate(finished.items()):
             admitted = self._sampling.pop(group_id)
             assert rollouts[0].prompt.id == admitted.prompt.id, "the pool mixed up groups"
-            ref_logprobs = Share(reference, index) if reference else None
-            scored.append(ScoredGroup(admitted, rollouts, Share(scores, index), ref_logprobs))
+            ref_logprobs = Item(reference, index) if reference else None
+            scored.append(ScoredGroup(admitted, rollouts, Item(scores, index), ref_logprobs))
         return scored
 
     def _is_equal(self, group: ScoredGroup) -> bool:

@@ -48,6 +48,10 @@ class RewardFunction:
     def is_async(self) -> bool:
         return inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(type(self.call).__call__)
 
+    @property
+    def needs_text(self) -> bool:
+        return "completions" in _named_parameters(self.call) or _takes_any_keyword(self.call)
+
     def check_columns(self, columns: Collection[str]) -> None:
         """Raises RewardError unless ``columns`` and the configured kwargs give every argument it cannot do without."""
         available = {*ARGUMENTS, *columns, *self.kwargs}
@@ -196,6 +200,8 @@ class RewardFunctions:
     def __init__(self, functions: Sequence[RewardFunction], *, timeout_s: float) -> None:
         self.functions = list(functions)
         self.timeout_s = timeout_s
+        # whether any of them takes the completions' text: to decode it costs more than many a function
+        self.needs_text = any(function.needs_text for function in functions)
 
     def weights(self) -> dict[str, float]:
         """The weight of each function in the sum, by name."""
@@ -205,11 +211,6 @@ class RewardFunctions:
         """Raises RewardError, naming the function, where the data lacks a column that one needs."""
         for function in self.functions:
             function.check_columns(columns)
-
-    @property
-    def read_text(self) -> bool:
-        """Whether any of them takes the completions' text: to decode it costs more than many a function."""
-        return any("completions" in _named_parameters(f.call) or _takes_any_keyword(f.call) for f in self.functions)
 
     def score(
         self, prompts: Sequence[Prompt], texts: Sequence[str] | None, token_ids: Sequence[Sequence[int]]
@@ -221,7 +222,7 @@ class RewardFunctions:
         finite number per completion) or DeadlineError.
         """
         assert len(prompts) == len(token_ids)
-        assert texts is not None or not self.read_text, "a function would not get the text it asks for"
+        assert texts is not None or not self.needs_text, "a function would not get the text it asks for"
         if not prompts:
             return {function.name: [] for function in self.functions}
         self.check_columns(list(_columns(prompts)))
@@ -239,7 +240,7 @@ class RewardFunctions:
             if future in late:
                 raise DeadlineError(
                     f"{_who(function)} did not finish {len(prompts)} completions within "
-                    f"reward.function_timeout_s={self.timeout_s:g}; raise that, or reward.num_workers"
+                    f"reward.function_timeout_s={self.timeout_s:g}; raise that, or make it faster"
                 )
         return scores
 

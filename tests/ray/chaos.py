@@ -95,8 +95,8 @@ class Killer(threading.Thread):
             if len(self.kills) == self._wanted:
                 break
             time.sleep(self._random.uniform(*self._pause_s))
+            pids = actor_pids(self._run.config.name, "RolloutActor")  # before: it takes longer than a publish
             self._await(phase)
-            pids = actor_pids(self._run.config.name, "RolloutActor")
             num_victims = min(num_victims, len(pids), self._wanted - len(self.kills))
             for killed, pid in enumerate(self._random.sample(pids, num_victims)):
                 with contextlib.suppress(ProcessLookupError):

@@ -128,7 +128,7 @@ def test_the_run_survives_random_deaths(ray_session: None, tiny_config) -> None:
 @pytest.mark.chaos
 @pytest.mark.timeout(3600)
 def test_chaos(ray_session: None, tiny_config) -> None:
-    """Fifty deaths in every phase."""
+    """Fifty deaths, over all phases."""
     killer = chaos(tiny_config, kills=50, steps=20, pause_s=(0.5, 12.0))
     assert {phase for phase, _ in killer.kills} >= set(PHASES)
     assert {alive for _, alive in killer.kills} >= {1, 2, 3}

@@ -112,6 +112,19 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(tiny_model_dir: Pa
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
 
 
+def test_replicas_divide_groups_and_answers_keep_their_order(ray_session, tiny_config) -> None:
+    config, deadline = tiny_config(), Deadline(60, "timeouts.start_s")
+    group = ActorGroup.locate("reward", [ray.remote(RewardActor).remote(config) for _ in range(2)], deadline).result()
+    group.call("start", deadline=deadline, doing="starting").result()
+    reward = RewardGroup(group, None, reward_weights(config), config.timeouts)
+    for size in (1, 1, 2, 5):  # whoever's turn it is
+        groups = [
+            [Rollout(Prompt(i, [5], "x"), 0, [2] * i + [3], np.zeros(i + 1, np.int32), "stop")] for i in range(size)
+        ]
+        assert reward.score(groups).result() == [{"even_tokens": [i / (i + 1)]} for i in range(size)]
+    group.kill()
+
+
 def test_a_dead_rank_is_named_at_once(ray_session, tiny_config) -> None:
     config, deadline = tiny_config(), Deadline(60, "timeouts.start_s")
     actor = ray.remote(RewardActor).remote(config)

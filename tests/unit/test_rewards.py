@@ -427,8 +427,8 @@ def test_a_row_without_any_reward_is_an_error() -> None:
 
 
 def test_text_is_asked_for_only_by_functions_that_take_it() -> None:
-    assert not together(lambda completion_ids: [0.0]).read_text
-    assert together(lambda completion_ids: [0.0], lambda completions: [0.0]).read_text
-    assert together(lambda **kwargs: [0.0]).read_text
+    assert not together(lambda completion_ids: [0.0]).needs_text
+    assert together(lambda completion_ids: [0.0], lambda completions: [0.0]).needs_text
+    assert together(lambda **kwargs: [0.0]).needs_text
     by_tokens = together(lambda completion_ids, prompts: [float(len(ids)) for ids in completion_ids])
     assert by_tokens.score(plain(), None, [[1], [2, 3]]) == {"<lambda>": [1.0, 2.0]}

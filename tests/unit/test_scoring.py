@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.roles import JointCall, shares
+from actors.roles import JointCall, divide
 from benchmarks.bench_learner import ragged_batch
 from rlhf.frozen import FrozenScorer
 from rlhf.models import load_policy
@@ -15,7 +15,7 @@ from rlhf.models import load_policy
 
 @given(st.lists(st.integers(), max_size=20), st.integers(1, 6))
 def test_every_item_goes_to_one_replica_in_order(items: list[int], count: int) -> None:
-    divided = shares(items, count)
+    divided = divide(items, count)
     assert [item for share in divided for item in share] == items
     assert len(divided) <= count
     assert all(divided) and (not divided or max(map(len, divided)) - min(map(len, divided)) <= 1)
