@@ -4,9 +4,9 @@ python -m benchmarks.bench_scaling MODEL_DIR [KEY=VALUE ...] --gpus 4 [--parts c
 python -m benchmarks.bench_scaling --tiny MODEL_DIR          # three minutes on two CPU cores; what the test runs
 
 separate   one learner GPU and 1 to N-1 rollout GPUs, each with the same number of sequences: tokens/s of the pool, and
-           its efficiency over one worker's
+           its efficiency over one GPU's
 colocate   learner ranks and rollout workers on the same 1, 2, 4, ... GPUs, each with the same number of sequences: the
-           whole step, and a pool as large as the host
+           whole step, and a pool as large as the host; --engines on each GPU
 overlap    one learner GPU and 1 to N-1 rollout GPUs over the same batch, in turns and at once: an asynchronous step
            against max(generate, train) of the synchronous one
 recovery   an asynchronous run with N-1 rollout GPUs, one of whose workers is killed: how long until all serve again
@@ -15,6 +15,7 @@ MODEL_DIR: rlhf prepare random DIR --size 0.5b. KEY=VALUE pairs go to every ``rl
 """
 
 import argparse
+import math
 import os
 import signal
 import statistics
@@ -40,13 +41,14 @@ class Scaling:
 
     def separate(self) -> list[Row]:
         """Pools of 1 to N-1 workers."""
-        return self._with_efficiency([self._weak("separate", count, learner_gpus=1) for count in self._apart()])
+        return self._with_efficiency([self._weak("separate", count, 1, learner_gpus=1) for count in self._apart()])
 
     def colocate(self) -> list[Row]:
         """The whole step on 1, 2, 4, ... GPUs."""
         doubling = [2**k for k in range(self._args.gpus.bit_length()) if 2**k <= self._args.gpus]
         counts = self._args.counts or doubling
-        return self._with_efficiency([self._weak("colocate", count, learner_gpus=count) for count in counts])
+        engines = self._args.engines
+        return self._with_efficiency([self._weak("colocate", count, engines, learner_gpus=count) for count in counts])
 
     def _apart(self) -> list[int]:
         """Numbers of rollout GPUs beside the learner's."""
@@ -104,18 +106,22 @@ class Scaling:
             }
         ]
 
-    def _weak(self, mode: str, workers: int, *, learner_gpus: int) -> Row:
-        """A run whose batch grows with its workers."""
-        prompts = self._args.prompts * workers
-        done = self._run(workers, prompts, [f"placement.mode={mode}", f"learner.num_ranks={learner_gpus}"])
+    def _weak(self, mode: str, gpus: int, engines: int, *, learner_gpus: int) -> Row:
+        """A run whose batch grows with its rollout GPUs, ``engines`` on each of them."""
+        prompts = self._args.prompts * gpus
+        share = math.ceil(self._args.prompts / engines) * self._args.group
+        settings = [f"placement.mode={mode}", f"learner.num_ranks={learner_gpus}", f"rollout.max_num_seqs={share}"]
+        done = self._run(gpus * engines, prompts, settings)
         num_sequences = prompts * self._args.group
         row = {
             "part": mode,
-            "rollout_gpus": workers,
+            "rollout_gpus": gpus,
+            "engines": gpus * engines,
             "learner_gpus": learner_gpus,
             "sequences": num_sequences,
             "step_s": done.step_s(),
             "generate_s": done.median("time/generate_s"),
+            "engine_s": done.median("pool/busy_s"),  # mean of the engines; generating ends with the last one
             "update_s": done.median("time/update_s"),
             "publish_s": done.median("time/publish_s"),
             "tokens_per_s": statistics.median(
@@ -143,7 +149,7 @@ class Scaling:
 
     @staticmethod
     def _with_efficiency(rows: list[Row]) -> list[Row]:
-        """Adds each pool's tokens/s per worker over the smallest one's."""
+        """Adds each pool's tokens/s per GPU over the smallest one's."""
         alone = rows[0]["tokens_per_s"] / rows[0]["rollout_gpus"]
         return [{**row, "efficiency": row["tokens_per_s"] / row["rollout_gpus"] / alone} for row in rows]
 
@@ -161,7 +167,8 @@ def main() -> None:
         "--counts", nargs="+", type=int, help="only these numbers of GPUs; separate and overlap: of rollout GPUs"
     )
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
-    parser.add_argument("--prompts", type=int, default=64, help="per worker; in the overlap part in all")
+    parser.add_argument("--engines", type=int, default=2, help="per GPU that learner and engines share")
+    parser.add_argument("--prompts", type=int, default=64, help="per rollout GPU; in the overlap part in all")
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--completion", type=int, default=512, help="tokens")
     parser.add_argument("--steps", type=int, default=5)

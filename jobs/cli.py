@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf.config import Config, RewardTrainingConfig, kind_key
+from rlhf.config import Config, RewardTrainingConfig
 from rlhf.errors import ConfigError, DataError, RlhfError
 from rlhf.recipes import load_config, validate_model
 
@@ -146,9 +146,8 @@ def show_memory(settings: Config, gpu_memory_gib: float) -> None:
     from rich.console import Console
     from rich.table import Column, Table
 
-    from rlhf.memory import GIB, kv_token_bytes
+    from rlhf.memory import GIB
     from rlhf.memory_plan import plan_memory
-    from rlhf.shapes import read_shape
 
     console, plan = Console(), plan_memory(settings, gpu_memory_gib * GIB)
     if plan is None:
@@ -168,15 +167,8 @@ def show_memory(settings: Config, gpu_memory_gib: float) -> None:
         f"GPU of {gpu}: " + ", ".join(f"{needed / GIB:.1f} GiB to {phase}" for phase, needed in phases.items())
         for gpu, phases in plan.gpus.items()
     ]
-    shape = read_shape(settings.model.path)
-    assert shape is not None, "there is a plan"
     lines += [plan.describe(role) for role in plan.checkpointing]
-    for kind, (worker, _) in settings.rollout.kinds().items():
-        cached = plan.roles[kind_key(kind)].kv_cache / kv_token_bytes(shape, worker.tensor_parallel_size)
-        lines.append(
-            f"{kind_key(kind)}: the KV cache holds {max(0.0, cached):,.0f} tokens; gpu_memory_fraction="
-            f"{worker.gpu_memory_fraction:g}, and {plan.largest_rollout_fraction():.2f} would be safe"
-        )
+    lines += [plan.describe_rollout(kind) for kind in settings.rollout.kinds()]
     console.print("\n".join(lines), soft_wrap=True)
     plan.check()
 

@@ -4,6 +4,7 @@ Everything that can be known to be wrong without loading a model or starting Ray
 the key. Every key there is stands in this file, with its default.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -550,6 +551,11 @@ class Config:
     def rollout_workers_per_gpu(self) -> int:
         """More than one only in colocate mode, where several small engines hide each other's work on the CPU."""
         return max(1, self.rollout.num_workers // self.num_shared_bundles) if self.placement.colocated else 1
+
+    @property
+    def rollout_share(self) -> int:
+        """Completions of a training step for each worker, where they share its groups evenly."""
+        return math.ceil(self.algorithm.prompts_per_step / self.rollout.num_workers) * self.algorithm.group_size
 
     @property
     def rollout_cache_tokens(self) -> int | None:

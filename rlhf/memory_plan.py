@@ -17,6 +17,7 @@ from rlhf.memory import (
     GRAPH_BYTES,
     RoleMemory,
     frozen_memory,
+    kv_token_bytes,
     learner_memory,
     rollout_memory,
 )
@@ -92,6 +93,21 @@ class MemoryPlan:
         awake = engines * self.roles["rollout"].peak
         others = self.gpus["shared"]["generate"] - awake if "shared" in self.gpus else 0.0
         return max(0.0, AUTO_SHARE - (others + engines * GRAPH_BYTES) / self.device_bytes)
+
+    def describe_rollout(self, kind: str) -> str:
+        """One line on the KV cache of a kind of rollout worker, and on settings that would be better."""
+        assert isinstance(self.config, Config)
+        settings, _ = self.config.rollout.kinds()[kind]
+        shape = read_shape(self.config.model.path)
+        assert shape is not None, "there is a plan"
+        cached = self.roles[kind_key(kind)].kv_cache / kv_token_bytes(shape, settings.tensor_parallel_size)
+        share = self.config.rollout_share
+        too_many = "shared" in self.gpus and settings.max_num_seqs > share
+        return (
+            f"{kind_key(kind)}: the KV cache holds {max(0.0, cached):,.0f} tokens; gpu_memory_fraction="
+            f"{settings.gpu_memory_fraction:g}, and {self.largest_rollout_fraction():.2f} would be safe"
+            + (f"; max_num_seqs={settings.max_num_seqs}, and {share} is a worker's share of a step" if too_many else "")
+        )
 
     def settings(self, role: str) -> LearnerConfig:
         """A learner's settings with what they leave open decided."""

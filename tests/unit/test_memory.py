@@ -10,6 +10,7 @@ from actors.transport import NUM_SLOTS
 from rlhf.config import Config, LearnerConfig, RewardTrainingConfig
 from rlhf.errors import ConfigError
 from rlhf.memory import (
+    CONTEXT_BYTES,
     GIB,
     RING_BUCKETS,
     forward_bytes,
@@ -183,6 +184,25 @@ def test_frozen_models_as_measured(chunk: int, lm_head: bool, measured: float) -
 
 # The plan.
 
+ENGINES = [  # shape, workers, settings of each, GiB that torch reserved at most in one (benchmarks/RESULTS.md)
+    (QWEN_05B, 1, ("max_num_seqs=512", "max_completion_tokens=512"), 7.7),
+    (QWEN_05B, 2, ("max_num_seqs=256", "max_completion_tokens=512"), 4.4),
+    (QWEN_15B, 2, ("max_num_seqs=512", "max_completion_tokens=512"), 16.2),
+    (QWEN_15B, 2, ("max_num_seqs=512", "max_completion_tokens=1024"), 23.5),
+    (QWEN_15B, 2, ("max_num_seqs=512", "max_completion_tokens=1024", "gpu_memory_fraction=0.15"), 10.2),
+]
+
+
+@pytest.mark.parametrize(("shape", "workers", "settings", "measured"), ENGINES)
+def test_engine_as_measured(
+    tmp_path: Path, shape: dict[str, object], workers: int, settings: tuple[str, ...], measured: float
+) -> None:
+    overrides = [f"rollout.{setting}" for setting in (f"num_workers={workers}", *settings)]
+    plan = plan_memory(with_shape(tmp_path, shape, "grpo_0.5b_1gpu.yaml", *overrides), 139.8 * GIB)
+    assert plan is not None
+    beyond = (plan.roles["rollout"].peak - CONTEXT_BYTES) / GIB - measured
+    assert 0 < beyond < 2, f"{beyond:.1f} GiB more predicted than measured"
+
 
 def with_shape(tmp_path: Path, shape: dict[str, object], recipe: str, *overrides: str) -> Config:
     (tmp_path / "config.json").write_text(json.dumps(shape))
@@ -218,6 +238,15 @@ def test_an_engine_on_a_shared_gpu_takes_no_more_cache_than_it_can_fill(tmp_path
     plan = plan_memory(with_shape(tmp_path, QWEN_05B, "grpo_0.5b_1gpu.yaml"), 80 * GIB)
     assert plan is not None
     assert plan.roles["rollout"].kv_cache == pytest.approx(1.1 * 256 * 768 * 24 * 2 * 2 * 64 * 2)
+
+
+def test_more_sequences_than_an_engine_gets_are_pointed_out(tmp_path: Path) -> None:
+    """64 prompts x 8 over two engines."""
+    for count, hint in ((256, ""), (512, "max_num_seqs=512, and 256 is a worker's share of a step")):
+        settings = with_shape(tmp_path, QWEN_05B, "grpo_0.5b_1gpu.yaml", f"rollout.max_num_seqs={count}")
+        plan = plan_memory(settings, 80 * GIB)
+        assert plan is not None
+        assert plan.describe_rollout("default").endswith(hint or "would be safe")
 
 
 def test_recipe_of_two_nodes_fits_and_checkpoints(tmp_path: Path) -> None:
