@@ -11,7 +11,7 @@ import ray
 from actors.control import RunControl
 from actors.engine_loop import WorkerSpec, worker_env
 from actors.frozen import ReferenceActor, RewardModelActor
-from actors.group import ActorGroup, Call, Deadline
+from actors.group import ActorGroup, Call, Deadline, RankActor
 from actors.learner import CriticActor, LearnerActor
 from actors.placement import Placement
 from actors.pool import RolloutPool
@@ -137,14 +137,15 @@ class ActorCluster:
         return peaks
 
     def _create(
-        self, role: str, actor: type, make_args: Callable[[int, int], tuple[Any, ...]], **options: Any
+        self, role: str, actor: type[RankActor], make_args: Callable[[int, int], tuple[Any, ...]]
     ) -> Call[ActorGroup]:
         """Creates a role's actors in their slots, without waiting for their processes."""
         slots, remote = self.topology.slots[role], ray.remote(actor)
         handles = []
         for index, slot in enumerate(slots):
-            placed = self._placement.options(slot, self._env(role, slot))
-            handles.append(remote.options(**placed, **options).remote(*make_args(index, len(slots))))
+            options = self._placement.options(slot, self._env(role, slot))
+            placed = remote.options(**options, max_concurrency=actor.concurrent_calls)
+            handles.append(placed.remote(*make_args(index, len(slots))))
         return ActorGroup.locate(role, handles, self._deadline)
 
     def _env(self, role: str, slot: Slot) -> dict[str, str]:

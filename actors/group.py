@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
@@ -151,6 +151,8 @@ def _is_large(arg: Any) -> bool:
 
 class RankActor:
     """What every actor of ours can say about itself."""
+
+    concurrent_calls: ClassVar[int] = 1  # of one actor; more than one makes it threaded
 
     def node(self) -> str:
         """The IP address of the node it runs on."""

@@ -7,12 +7,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from actors.group import RankActor
 from rlhf.batch import Rollout
 from rlhf.config import Config
-from rlhf.rewards import RewardFunctions, load_reward_functions
+from rlhf.rewards import RewardFunctions, Scoring, load_reward_functions
 from rlhf.roles import Scores
 
 
 class RewardActor(RankActor):
-    """Runs all reward functions on its share of the groups."""
+    """Runs all reward functions on its share of the groups. Threaded: calls overlap where functions are async."""
+
+    concurrent_calls = 64
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -24,11 +26,12 @@ class RewardActor(RankActor):
         )
 
     def score(self, groups: Sequence[Sequence[Rollout]]) -> list[Scores]:
-        return [self._score(group) for group in groups]
+        under_way = [self._submit(group) for group in groups]
+        return [scoring.result() for scoring in under_way]
 
-    def _score(self, group: Sequence[Rollout]) -> Scores:
+    def _submit(self, group: Sequence[Rollout]) -> Scoring:
         texts = decode(self._decoder, group) if self._functions.needs_text else None
-        return self._functions.score([r.prompt for r in group], texts, [r.token_ids for r in group])
+        return self._functions.submit([r.prompt for r in group], texts, [r.token_ids for r in group])
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, rollouts: Sequence[Rollout]) -> list[str]:

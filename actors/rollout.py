@@ -27,6 +27,8 @@ class Report:
 class RolloutActor(RankActor):
     """The Ray actor around an EngineLoop. Threaded: ``collect`` waits while other calls come and go."""
 
+    concurrent_calls = 8
+
     def __init__(self, spec: WorkerSpec) -> None:
         # The CPU threads of this process are vLLM's; ours only wait.
         self._loop = EngineLoop(spec)

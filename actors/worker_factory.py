@@ -12,8 +12,6 @@ from actors.rollout import RolloutActor
 from rlhf.config import Config
 from rlhf.topology import Slot, Topology, rollout_worker_group
 
-CONCURRENT_CALLS = 8  # threads of a worker: one waits in collect, others come and go
-
 
 @dataclass(frozen=True)
 class Launch:
@@ -49,7 +47,8 @@ class WorkerFactory:
         """Asks for a place and creates the process there; waits for neither."""
         slot = self._slots[worker] = self._place(worker, kind)
         options = self._placement.options(slot, self._env(slot))
-        handle = ray.remote(RolloutActor).options(**options, max_concurrency=CONCURRENT_CALLS).remote(self._spec(kind))
+        remote = ray.remote(RolloutActor).options(**options, max_concurrency=RolloutActor.concurrent_calls)
+        handle = remote.remote(self._spec(kind))
         self._handles[worker] = handle
         return Launch(handle, handle.start.remote())
 

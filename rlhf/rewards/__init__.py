@@ -1,5 +1,5 @@
 """Reward functions: the built-in ones, loading a user's, and calling them together."""
 
-from rlhf.rewards.compose import RewardFunction, RewardFunctions, combine, load_reward_functions
+from rlhf.rewards.compose import RewardFunction, RewardFunctions, Scoring, combine, load_reward_functions
 
-__all__ = ["RewardFunction", "RewardFunctions", "combine", "load_reward_functions"]
+__all__ = ["RewardFunction", "RewardFunctions", "Scoring", "combine", "load_reward_functions"]

@@ -15,6 +15,7 @@ import inspect
 import math
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
@@ -190,10 +191,11 @@ def _check_kwargs(call: Callable[..., Any], kwargs: Mapping[str, Any], key: str)
 
 
 class RewardFunctions:
-    """Several reward functions, called side by side under one deadline.
+    """Several reward functions, called side by side under one deadline; group by group.
 
-    Sync functions run in daemon threads, async ones on one event loop that lives as long as the process (so a client
-    that a module keeps stays bound to it). Past the deadline a sync function cannot be stopped: its thread is left
+    Sync functions run in daemon threads, those of one group at a time, for they need not bear more. Async ones run on
+    one event loop that lives as long as the process (so a client that a module keeps stays bound to it), those of all
+    groups at once, for what they do is wait. Past the deadline a sync function cannot be stopped: its thread is left
     behind, and nothing waits for it. What never lets go of the interpreter (a runaway ``re``) holds the deadline up.
     """
 
@@ -202,6 +204,7 @@ class RewardFunctions:
         self.timeout_s = timeout_s
         # whether any of them takes the completions' text: to decode it costs more than many a function
         self.needs_text = any(function.needs_text for function in functions)
+        self._turn = threading.Lock()  # of the group whose sync functions run
 
     def weights(self) -> dict[str, float]:
         """The weight of each function in the sum, by name."""
@@ -212,35 +215,74 @@ class RewardFunctions:
         for function in self.functions:
             function.check_columns(columns)
 
+    def submit(
+        self, prompts: Sequence[Prompt], texts: Sequence[str] | None, token_ids: Sequence[Sequence[int]]
+    ) -> "Scoring":
+        """Starts the async functions on a group; its scores are asked for later.
+
+        ``texts`` and ``token_ids`` [S] are the completions, ``texts`` None where no function reads them; ``prompts``
+        [S] repeats a prompt for each of its samples. Raises RewardError where a column is missing.
+        """
+        assert prompts, "there is nothing to score"
+        assert len(prompts) == len(token_ids)
+        assert texts is not None or not self.needs_text, "a function would not get the text it asks for"
+        self.check_columns(list(_columns(prompts)))
+        # Every function has lists of its own: one that changes them does not disturb the others.
+        calls = [(f, f.accepted(_arguments(prompts, texts, token_ids))) for f in self.functions]
+        return Scoring(calls, len(prompts), self._turn, self.timeout_s)
+
     def score(
         self, prompts: Sequence[Prompt], texts: Sequence[str] | None, token_ids: Sequence[Sequence[int]]
     ) -> dict[str, list[float]]:
+        """As ``submit``, and the scores at once."""
+        return self.submit(prompts, texts, token_ids).result()
+
+
+class Scoring:
+    """One group under way in all functions."""
+
+    def __init__(
+        self,
+        calls: Sequence[tuple[RewardFunction, dict[str, Any]]],
+        num_rows: int,
+        turn: threading.Lock,
+        timeout_s: float,
+    ) -> None:
+        self._functions = [function for function, _ in calls]
+        self._sync = [(function, arguments) for function, arguments in calls if not function.is_async]
+        self._async = [(f, _on_event_loop(f, arguments)) for f, arguments in calls if f.is_async]
+        self._num_rows, self._turn, self._timeout_s = num_rows, turn, timeout_s
+        self._ends = time.monotonic() + timeout_s  # of the async functions; the others begin when it is their turn
+
+    def result(self) -> dict[str, list[float]]:
         """One list [S] per function, by name, unweighted; NaN where it abstained.
 
-        ``texts`` and ``token_ids`` [S] are the completions, ``texts`` None where no function reads them; ``prompts``
-        [S] repeats a prompt for each of its samples. Raises RewardError (a function raised, or did not return one
-        finite number per completion) or DeadlineError.
+        Raises RewardError (a function raised, or did not return one finite number per completion) or DeadlineError.
         """
-        assert len(prompts) == len(token_ids)
-        assert texts is not None or not self.needs_text, "a function would not get the text it asks for"
-        if not prompts:
-            return {function.name: [] for function in self.functions}
-        self.check_columns(list(_columns(prompts)))
-        # Every function has lists of its own: one that changes them does not disturb the others.
-        futures = [_start(f, f.accepted(_arguments(prompts, texts, token_ids))) for f in self.functions]
-        done, late = wait(futures, timeout=self.timeout_s, return_when=FIRST_EXCEPTION)
-        for future in late:
-            future.cancel()
+        try:
+            scores = {}
+            if self._sync:
+                with self._turn:
+                    running = [(function, _in_thread(function, arguments)) for function, arguments in self._sync]
+                    scores |= self._wait(running, self._timeout_s)
+            scores |= self._wait(self._async, max(0.0, self._ends - time.monotonic()))
+        finally:
+            for _, future in self._async:
+                future.cancel()
+        return {function.name: scores[function.name] for function in self._functions}
+
+    def _wait(self, running: Sequence[tuple[RewardFunction, Future[Any]]], timeout_s: float) -> dict[str, list[float]]:
+        done, late = wait([future for _, future in running], timeout=timeout_s, return_when=FIRST_EXCEPTION)
         scores = {
-            function.name: _checked(_outcome(function, future), len(prompts), function)
-            for function, future in zip(self.functions, futures, strict=True)
+            function.name: _checked(_outcome(function, future), self._num_rows, function)
+            for function, future in running
             if future in done
         }
-        for function, future in zip(self.functions, futures, strict=True):
+        for function, future in running:
             if future in late:
                 raise DeadlineError(
-                    f"{_who(function)} did not finish {len(prompts)} completions within "
-                    f"reward.function_timeout_s={self.timeout_s:g}; raise that, or make it faster"
+                    f"{_who(function)} did not finish {self._num_rows} completions within "
+                    f"reward.function_timeout_s={self._timeout_s:g}; raise that, or make it faster"
                 )
         return scores
 
@@ -270,13 +312,14 @@ def _arguments(
     return arguments
 
 
-def _start(function: RewardFunction, arguments: dict[str, Any]) -> Future[Any]:
-    if function.is_async:
+def _on_event_loop(function: RewardFunction, arguments: dict[str, Any]) -> Future[Any]:
+    async def awaited() -> Any:
+        return await function.call(**arguments)
 
-        async def awaited() -> Any:
-            return await function.call(**arguments)
+    return asyncio.run_coroutine_threadsafe(awaited(), _event_loop())
 
-        return asyncio.run_coroutine_threadsafe(awaited(), _event_loop())
+
+def _in_thread(function: RewardFunction, arguments: dict[str, Any]) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()  # from here on it cannot be cancelled, so setting its outcome never fails
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -123,6 +124,46 @@ def test_replicas_divide_groups_and_answers_keep_their_order(ray_session, tiny_c
         ]
         assert reward.score(groups).result() == [{"even_tokens": [i / (i + 1)]} for i in range(size)]
     group.kill()
+
+
+JUDGE = """
+import asyncio
+
+arrived = 0
+all_there = asyncio.Event()
+
+async def judge(completion_ids):
+    global arrived
+    arrived += 1
+    if arrived == 3:
+        all_there.set()
+    await asyncio.wait_for(all_there.wait(), timeout=20)
+    return [float(len(ids)) for ids in completion_ids]
+"""
+
+
+def test_calls_wait_for_an_asynchronous_judge_together(ray_session, tiny_config, tmp_path) -> None:
+    (tmp_path / "judges.py").write_text(JUDGE)
+    functions = f"reward.functions=[{{path: {tmp_path}/judges.py:judge}}]"
+    config, deadline = tiny_config(functions), Deadline(60, "timeouts.start_s")
+    actor = ray.remote(RewardActor).options(max_concurrency=RewardActor.concurrent_calls).remote(config)
+    group = ActorGroup.locate("reward", [actor], deadline).result()
+    group.call("start", deadline=deadline, doing="starting").result()
+    reward = RewardGroup(group, None, reward_weights(config), config.timeouts)
+    rollouts = [Rollout(Prompt(i, [5], "x"), 0, [3] * i, np.zeros(i, np.int32), "stop") for i in (1, 2, 3)]
+    calls = [reward.score([[rollouts[0]], [rollouts[1]]]), reward.score([[rollouts[2]]])]
+    assert [call.result() for call in calls] == [[{"judge": [1.0]}, {"judge": [2.0]}], [{"judge": [3.0]}]]
+    group.kill()
+
+
+def test_reward_calls_overlap_in_a_cluster(live) -> None:
+    _, cluster, _ = live
+    handle = cluster.group("reward").members[0].handle
+
+    def meet(actor: RewardActor) -> None:
+        vars(actor).setdefault("meeting", threading.Barrier(2, timeout=20)).wait()
+
+    ray.get([handle.__ray_call__.remote(meet) for _ in range(2)], timeout=60)
 
 
 def test_a_dead_rank_is_named_at_once(ray_session, tiny_config) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -283,10 +284,6 @@ def test_numbers_of_many_kinds_become_floats(values: Any) -> None:
     assert all(type(value) is float for value in scores)
 
 
-def test_no_completions_call_nothing() -> None:
-    assert together(lambda completions: 1 / 0).score([], [], []) == {"<lambda>": []}
-
-
 def test_sync_and_async_functions_run_side_by_side() -> None:
     barrier = threading.Barrier(2, timeout=5)  # passed only when both sync functions wait at once
     met = asyncio.Event()
@@ -312,6 +309,40 @@ def test_sync_and_async_functions_run_side_by_side() -> None:
     for _ in range(2):  # the event loop outlives a call, so what async functions keep stays usable
         scores = functions.score(plain(), ["a", "b"], [[1], [2]])
         assert scores == {"first": [1, 1], "second": [2, 2], "third": [3, 3], "object": [4, 4]}
+
+
+def test_async_functions_wait_for_several_groups_at_once_and_sync_ones_are_never_called_twice_at_once() -> None:
+    arrived, running, most = 0, 0, 0
+    all_there = asyncio.Event()
+
+    async def judge(completions: Any) -> list[float]:
+        nonlocal arrived
+        arrived += 1
+        if arrived == 6:
+            all_there.set()
+        await asyncio.wait_for(all_there.wait(), timeout=5)
+        return [float(c) for c in completions]
+
+    def alone(completions: Any) -> list[float]:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.02)
+        running -= 1
+        return [-float(c) for c in completions]
+
+    functions = together(judge, alone)
+
+    def score(first: int) -> list[dict[str, list[float]]]:  # as a call of the reward actor, with two groups
+        groups = [functions.submit(plain(), [str(i), str(i + 1)], [[1], [2]]) for i in (first, first + 2)]
+        return [group.result() for group in groups]
+
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(score, [0, 4, 8]))
+    assert answers == [
+        [{"judge": [i, i + 1], "alone": [-i, -i - 1]} for i in (first, first + 2)] for first in (0, 4, 8)
+    ]
+    assert most == 1
 
 
 def test_a_partial_is_named_after_its_function_and_async_ones_are_found() -> None:
