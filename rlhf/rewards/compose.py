@@ -205,7 +205,8 @@ class RewardFunctions:
         # whether any of them takes the completions' text: to decode it costs more than many a function
         self.needs_text = any(function.needs_text for function in functions)
         self._turn = threading.Lock()  # of the group whose sync functions run
-        _event_loop()  # made once, before several threads can ask for it
+        if any(function.is_async for function in functions):
+            _event_loop()  # made once, before several threads can ask for it
 
     def weights(self) -> dict[str, float]:
         """The weight of each function in the sum, by name."""
