@@ -82,7 +82,7 @@ def gpu_env(role: str, num_cpus: float) -> dict[str, str]:
     # torch.compile's default is a pool of worker processes as wide as the machine; vLLM needs those cores.
     env = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, int(num_cpus)))}
     if role != "rollout":
-        # Fewer holes between blocks of ragged sizes. An engine has none to fill, and its sleep mode has to turn it off.
+        # Fewer holes between blocks of ragged sizes. Not for engines: vLLM's memory pool for sleeping does not bear it.
         env["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return env
 

@@ -15,7 +15,6 @@ MODEL_DIR: rlhf prepare random DIR --size 0.5b. KEY=VALUE pairs go to every ``rl
 """
 
 import argparse
-import math
 import os
 import signal
 import statistics
@@ -23,7 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import BackgroundTrain, Row, TrainRun, actor_pids, show, train, write_json
+from benchmarks.common import BackgroundTrain, Row, TrainRun, actor_pids, rollout_share, show, train, write_json
 
 CONFIG = "grpo_0.5b_1gpu.yaml"
 PARTS = ["separate", "colocate", "overlap", "recovery"]
@@ -109,9 +108,9 @@ class Scaling:
     def _weak(self, mode: str, gpus: int, engines: int, *, learner_gpus: int) -> Row:
         """A run whose batch grows with its rollout GPUs, ``engines`` on each of them."""
         prompts = self._args.prompts * gpus
-        share = math.ceil(self._args.prompts / engines) * self._args.group
-        settings = [f"placement.mode={mode}", f"learner.num_ranks={learner_gpus}", f"rollout.max_num_seqs={share}"]
-        done = self._run(gpus * engines, prompts, settings)
+        settings = [f"placement.mode={mode}", f"learner.num_ranks={learner_gpus}"]
+        share = rollout_share(CONFIG, self._settings(gpus * engines, prompts, settings))
+        done = self._run(gpus * engines, prompts, [*settings, f"rollout.max_num_seqs={share}"])
         num_sequences = prompts * self._args.group
         row = {
             "part": mode,

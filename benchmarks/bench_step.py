@@ -8,16 +8,14 @@ MODEL_DIR: rlhf prepare random DIR --size 0.5b. KEY=VALUE pairs go to our side's
 
 import argparse
 import json
-import math
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import PHASES, ROOT, PeakMemory, Row, run, show, train, write_json
+from benchmarks.common import PHASES, PeakMemory, Row, rollout_share, run, show, train, write_json
 from benchmarks.lengths import SCHEDULER
-from rlhf.recipes import load_config
 
 CONFIG = "grpo_0.5b_1gpu.yaml"
 TINY = {"prompts": 2, "group": 4, "completion": 8, "prompt_words": 4, "steps": 3}
@@ -30,20 +28,18 @@ def ours(args: argparse.Namespace) -> Row:
         f"rollout.engine_args.scheduler_cls={SCHEDULER}",
         f"rollout.engine_args.additional_config={{group: {args.group}}}",
     ]
-    num_workers = load_config(ROOT / "conf" / CONFIG, args.settings).rollout.num_workers
     settings = [
         f"model.path={args.model}",
         f"num_steps={args.steps}",
         f"algorithm.prompts_per_step={args.prompts}",
         f"algorithm.group_size={args.group}",
         f"rollout.max_completion_tokens={args.completion}",
-        f"rollout.max_num_seqs={math.ceil(args.prompts / num_workers) * args.group}",
         f"data.task_args.num_words={args.prompt_words}",
         *(ragged if args.lengths == "ragged" else []),
         *args.settings,
     ]
     with PeakMemory() as peak:
-        done = train(CONFIG, settings)
+        done = train(CONFIG, [f"rollout.max_num_seqs={rollout_share(CONFIG, settings)}", *settings])
     mean_lengths = [step["completions/mean_length"] for step in done.steps[1:]]
     return {
         "side": "ours",

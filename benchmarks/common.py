@@ -20,6 +20,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.table import Table
 
+from rlhf.recipes import load_config
 from rlhf.tracking.tracker import OUTSIDE_STEPS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,6 +67,11 @@ def train(config: str, overrides: Sequence[str]) -> TrainRun:
         run(_train_command(config, overrides, directory))
         summary = json.loads((Path(directory) / "summary.json").read_text())
         return TrainRun(steps_of(Path(directory)), summary)
+
+
+def rollout_share(config: str, overrides: Sequence[str]) -> int:
+    """Completions of a step for each rollout worker of such a run."""
+    return load_config(ROOT / "conf" / config, overrides).rollout_share
 
 
 class BackgroundTrain:

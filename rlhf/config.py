@@ -285,7 +285,9 @@ class RewardConfig:
     num_workers: int = 1
     functions: list[RewardFunctionConfig] = field(default_factory=list)
     model: RewardModelConfig | None = None
-    function_timeout_s: float = 60.0  # for one call: on a group, or on a worker's share of the held-out completions
+    # For one call: on a group, or on a worker's share of the held-out completions. Calls of async functions wait side
+    # by side, and what one waits for others counts.
+    function_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         at_least("reward", 1, num_workers=self.num_workers)

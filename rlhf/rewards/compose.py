@@ -233,12 +233,6 @@ class RewardFunctions:
         calls = [(f, f.accepted(_arguments(prompts, texts, token_ids))) for f in self.functions]
         return Scoring(calls, len(prompts), self._turn, self.timeout_s)
 
-    def score(
-        self, prompts: Sequence[Prompt], texts: Sequence[str] | None, token_ids: Sequence[Sequence[int]]
-    ) -> dict[str, list[float]]:
-        """As ``submit``, and the scores at once."""
-        return self.submit(prompts, texts, token_ids).result()
-
 
 class Scoring:
     """One group under way in all functions."""

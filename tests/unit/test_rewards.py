@@ -84,7 +84,7 @@ def chat(n: int = 2) -> list[Prompt]:
 
 
 def score_two(call: Callable[..., Any], timeout_s: float = 5.0) -> list[float]:
-    scores = together(call, timeout_s=timeout_s).score(plain(), ["a", "b"], [[1], [2, 3]])
+    scores = together(call, timeout_s=timeout_s).submit(plain(), ["a", "b"], [[1], [2, 3]]).result()
     return next(iter(scores.values()))
 
 
@@ -159,7 +159,7 @@ def test_names_are_unique_and_weights_and_kwargs_are_kept() -> None:
     configs = [RewardFunctionConfig("format_regex", weight=w, kwargs={"regex": "a" * w}) for w in (1, 2, 3)]
     functions = RewardFunctions(load_reward_functions(configs), timeout_s=5)
     assert functions.weights() == {"format_regex": 1.0, "format_regex_2": 2.0, "format_regex_3": 3.0}
-    assert functions.score(plain(1), ["aa"], [[1]]) == {
+    assert functions.submit(plain(1), ["aa"], [[1]]).result() == {
         "format_regex": [0.0],
         "format_regex_2": [1.0],
         "format_regex_3": [0.0],
@@ -214,7 +214,7 @@ def test_a_missing_column_is_known_before_the_first_batch() -> None:
     with pytest.raises(RewardError, match=r"path=number_match: number_match needs an argument 'answer', which is no "):
         functions.check_columns(["solution", "level"])
     with pytest.raises(RewardError, match=r"column of the data \(it has none\); rename a column, or set it in kwargs"):
-        functions.score([Prompt(0, [1], "a")], ["b"], [[2]])
+        functions.submit([Prompt(0, [1], "a")], ["b"], [[2]]).result()
 
 
 # ---- calling
@@ -227,7 +227,7 @@ def test_plain_data_is_passed_as_strings_with_its_columns() -> None:
         seen.update(kwargs)
         return [0.0, 0.0]
 
-    together(spy).score(plain(), ["a", "b"], [[1], [2, 3]])
+    together(spy).submit(plain(), ["a", "b"], [[1], [2, 3]]).result()
     assert seen == {
         "prompts": ["prompt 0", "prompt 1"],
         "completions": ["a", "b"],
@@ -244,20 +244,20 @@ def test_chats_are_passed_as_messages() -> None:
         seen.update(prompts=prompts, completions=completions)
         return [0.0]
 
-    together(spy).score(chat(1), ["a"], [[1]])
+    together(spy).submit(chat(1), ["a"], [[1]]).result()
     assert seen["prompts"] == [[{"role": "user", "content": "prompt 0"}]]
     assert seen["completions"] == [[{"role": "assistant", "content": "a"}]]
 
 
 def test_configured_kwargs_win_over_columns_and_none_abstains(module_file: Path) -> None:
     functions = RewardFunctions(load(f"{module_file}:plus", bonus=10.0), timeout_s=5)
-    assert functions.score(plain(), ["a", "b"], [[1], [2]]) == {"plus": [10.0, 11.0]}
+    assert functions.submit(plain(), ["a", "b"], [[1], [2]]).result() == {"plus": [10.0, 11.0]}
 
     def level_of(completions: Any, level: Any) -> list[float]:
         return [level] * len(completions)
 
     fixed = RewardFunctions([RewardFunction("level_of", 1.0, level_of, {"level": 9})], timeout_s=5)
-    assert fixed.score(plain(), ["a", "b"], [[1], [2]]) == {"level_of": [9.0, 9.0]}
+    assert fixed.submit(plain(), ["a", "b"], [[1], [2]]).result() == {"level_of": [9.0, 9.0]}
     assert math.isnan(score_two(lambda completions: [None, 1.0])[0])
 
 
@@ -271,7 +271,7 @@ def test_a_function_cannot_disturb_another_through_its_arguments() -> None:
         time.sleep(0.05)
         return [float(len(completions)), float(len(answer))]
 
-    assert together(greedy, late).score(plain(), ["a", "b"], [[1], [2]])["late"] == [2.0, 2.0]
+    assert together(greedy, late).submit(plain(), ["a", "b"], [[1], [2]]).result()["late"] == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_sync_and_async_functions_run_side_by_side() -> None:
 
     functions = together(first, second, third, Fourth())
     for _ in range(2):  # the event loop outlives a call, so what async functions keep stays usable
-        scores = functions.score(plain(), ["a", "b"], [[1], [2]])
+        scores = functions.submit(plain(), ["a", "b"], [[1], [2]]).result()
         assert scores == {"first": [1, 1], "second": [2, 2], "third": [3, 3], "object": [4, 4]}
 
 
@@ -415,7 +415,7 @@ def test_a_failure_does_not_wait_for_the_others() -> None:
 
     start = time.monotonic()
     with pytest.raises(RewardError, match="boom"):
-        together(slow, boom).score(plain(), ["a", "b"], [[1], [2]])
+        together(slow, boom).submit(plain(), ["a", "b"], [[1], [2]]).result()
     assert time.monotonic() - start < 2
 
 
@@ -462,4 +462,4 @@ def test_text_is_asked_for_only_by_functions_that_take_it() -> None:
     assert together(lambda completion_ids: [0.0], lambda completions: [0.0]).needs_text
     assert together(lambda **kwargs: [0.0]).needs_text
     by_tokens = together(lambda completion_ids, prompts: [float(len(ids)) for ids in completion_ids])
-    assert by_tokens.score(plain(), None, [[1], [2, 3]]) == {"<lambda>": [1.0, 2.0]}
+    assert by_tokens.submit(plain(), None, [[1], [2, 3]]).result() == {"<lambda>": [1.0, 2.0]}
