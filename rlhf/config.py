@@ -53,6 +53,8 @@ class DataConfig:
     system_prompt: str | None = None  # prepended to chat prompts that have no system message
     max_prompt_tokens: int = 512
     overlong_prompts: Literal["drop", "truncate"] = "drop"  # truncate keeps the last tokens
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # e.g. {enable_thinking: false}
+    date: str | None = None  # YYYY-MM-DD, for templates that ask for today's; null: the day on which the run began
     shuffle: bool = True
 
     def __post_init__(self) -> None:
@@ -202,6 +204,8 @@ class LearnerConfig:
     offload_when_idle: bool | None = None
     # torch.compile the decoder layers, of reference and reward model too on a GPU; needs zero_stage < 3
     compile: bool = False
+    # gradients of several micro-batches add up in float32; null: where the memory plan has room for them, and on CPU
+    float32_gradients: bool | None = None
     micro_batch_tokens: int = 8192  # token budget of one packed forward
     logits_chunk_tokens: int = 1024  # the LM head runs on so many tokens at once
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -272,6 +276,7 @@ class RewardModelConfig:
 
     path: str = MISSING
     weight: float = 1.0
+    random_head: bool = False  # a causal LM's directory gets a random score head: for measurements only
     num_ranks: int = 1
     max_tokens: int = 2048  # per text; the end is kept
     micro_batch_tokens: int = 16384
@@ -285,6 +290,7 @@ class RewardConfig:
     num_workers: int = 1
     functions: list[RewardFunctionConfig] = field(default_factory=list)
     model: RewardModelConfig | None = None
+    max_abstained: float = 0.5  # the run ends where a larger share of a step's completions gets no reward from anyone
     # For one call: on a group, or on a worker's share of the held-out completions. Calls of async functions wait side
     # by side, and what one waits for others counts.
     function_timeout_s: float = 60.0
@@ -457,6 +463,28 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class ChecksConfig:
+    """What a run watches itself for, so that nothing goes wrong in silence."""
+
+    probe: bool = True  # at start, the packed forward pass is compared with the model's own
+    on_nonfinite: Literal["stop", "skip"] = "stop"  # an optimiser step whose loss or gradient is NaN or infinite
+    max_skipped_steps: int = 3  # in a row; one more ends the run
+
+
+@dataclass(frozen=True)
+class SamplingChecksConfig(ChecksConfig):
+    """Whether rollout workers sample from the weights that the learner has: their log-probabilities are compared.
+
+    The bounds are on the mean absolute difference over the compared tokens, in nats. null: by model.dtype.
+    """
+
+    logprob_groups: int = 1  # groups of a compared step that are sampled with log-probabilities; 0: no comparison
+    logprob_every_steps: int = 1  # which steps are compared, beside the first
+    warn_logprob_difference: float | None = None  # null: 1e-3 in float32, 0.1 in bfloat16
+    max_logprob_difference: float | None = None  # a larger one ends the run; null: 1e-2 in float32, 0.5 in bfloat16
+
+
+@dataclass(frozen=True)
 class TrackingConfig:
     """What is recorded of a run, beside metrics.jsonl and summary.json, which always are."""
 
@@ -495,6 +523,7 @@ class Config:
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    checks: SamplingChecksConfig = field(default_factory=SamplingChecksConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     ray: RayConfig = field(default_factory=RayConfig)
 
@@ -590,6 +619,7 @@ class PreferenceDataConfig:
     eval_size: int = 256  # at most so many held-out pairs
     task_args: dict[str, Any] = field(default_factory=dict)  # for task:NAME, both splits
     max_tokens: int = 1024  # per text, prompt included; the end is kept, as reward.model.max_tokens does
+    date: str | None = None  # YYYY-MM-DD, for templates that ask for today's; null: the day on which the run began
     shuffle: bool = True
 
     def __post_init__(self) -> None:
@@ -615,6 +645,7 @@ class RewardTrainingConfig:
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    checks: ChecksConfig = field(default_factory=ChecksConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     ray: RayConfig = field(default_factory=RayConfig)
 
