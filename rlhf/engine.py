@@ -20,6 +20,7 @@ from rlhf.config import LearnerConfig, OptimizerConfig
 from rlhf.errors import CheckpointError
 from rlhf.models import PackedInputs, PackedModel, packed_inputs
 from rlhf.parking import Parking
+from rlhf.probe import check_packing
 from rlhf.weights import gathered_state_dict
 
 LossFn = Callable[[Any, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
@@ -151,6 +152,12 @@ class Engine:
     def world_size(self) -> int:
         return dist.get_world_size()
 
+    def probe(self, *, key: str) -> None:
+        """Raises ConfigError, naming ``key``, where packing would not give the model's own numbers. Collective."""
+        self.engine.eval()
+        check_packing(self.engine, self.model, self.device, key=key)
+        self.release_gathered()
+
     @torch.no_grad()
     def forward(
         self, micro_batches: Sequence[TrainBatch | None], pick: Callable[[Any], Tensor], *, share_prompts: bool = False
@@ -269,7 +276,8 @@ class Engine:
         self.release_gathered()
         state = gathered_state_dict(self.model)
         if self.rank == 0:
-            self.model.lm.save_pretrained(directory, state_dict=state, safe_serialization=True)
+            with self.model.original_config():
+                self.model.lm.save_pretrained(directory, state_dict=state, safe_serialization=True)
         dist.barrier()
 
 

@@ -11,6 +11,7 @@ from rlhf.batch import Rollout, TrainBatch, merge_scores
 from rlhf.errors import ConfigError
 from rlhf.models import PackedModel, PolicyModel, ScalarModel, packed_inputs
 from rlhf.packing import plan_micro_batches, prompt_units, worth_sharing
+from rlhf.probe import check_packing
 
 
 class FrozenScorer:
@@ -23,9 +24,14 @@ class FrozenScorer:
         token_budget: int,
         device: torch.device,
         compiled: bool = False,
+        probe_key: str | None = None,
     ) -> None:
-        """``compiled``: fuse the decoder layers, on a GPU (a CPU would take minutes to gain nothing)."""
+        """``compiled``: fuse the decoder layers, on a GPU (a CPU would take minutes to gain nothing). ``probe_key``:
+        check first that packing gives the model's own numbers, and call the model so where it does not (ConfigError).
+        """
         self.model = model.to(device).eval().requires_grad_(False)
+        if probe_key is not None:
+            check_packing(self.model, self.model, device, key=probe_key)
         if compiled and device.type == "cuda":
             self.model.compile_layers()
         self._token_budget, self._device = token_budget, device
@@ -64,11 +70,14 @@ class RewardModel:
         token_budget: int,
         device: torch.device,
         compiled: bool = False,
+        probe_key: str | None = None,
     ) -> None:
-        """``path``: where its tokenizer is; ``max_tokens``: per text; ``compiled``: as of FrozenScorer."""
+        """``path``: where its tokenizer is; ``max_tokens``: per text; the last two: see FrozenScorer."""
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self._max_tokens = min(max_tokens, token_budget - 1)  # last_token_batch appends one
-        self._scorer = FrozenScorer(model, token_budget=token_budget, device=device, compiled=compiled)
+        self._scorer = FrozenScorer(
+            model, token_budget=token_budget, device=device, compiled=compiled, probe_key=probe_key
+        )
 
     def score(self, groups: Sequence[Sequence[Rollout]], texts: Sequence[Sequence[str]]) -> list[list[float]]:
         """By group, one score per rollout; ``texts`` are the completions."""
