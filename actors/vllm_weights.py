@@ -7,10 +7,6 @@ same that the built-in ones lack: a CPU path, checksums of every bucket as it ar
 Weights are copied straight into the live model where vLLM keeps them as loaded; else through its layer-wise reload.
 """
 
-import ctypes
-import multiprocessing
-import os
-import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +23,6 @@ from actors.transport import BroadcastReceiver, CalledOffError, Meeting, Receive
 from rlhf.weights import Layout, TensorSpec, bucket_size, checksum, view_bucket
 
 BACKEND = "rlhf"
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 PlainLayout = list[list[dict[str, Any]]]
 """A Layout of lists and dicts only, which is what vLLM's messages between its processes carry."""
@@ -234,19 +229,6 @@ class WorkerExtension:
         """As BucketReceiver.read_back."""
         return self.weight_transfer_engine.read_back()
 
-
-def end_with_parent() -> None:
-    """Ends this process when the one that started it ends, however that comes about (Linux).
-
-    Else an engine process outlives a rollout worker that was killed, and keeps the memory of its GPU.
-    """
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-if multiprocessing.parent_process() is not None:  # one of vLLM's own processes, not the worker itself
-    end_with_parent()
 
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, BucketReceiver)

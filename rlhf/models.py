@@ -190,7 +190,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad_weight += grad_logits.T @ hidden[part]
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0, dtype=torch.float32)
-        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None
 
 
@@ -214,9 +214,9 @@ class LogprobHead(nn.Linear):
 class ScalarHead(nn.Linear):
     """A score head that computes in float32 whatever its weights are: one number is a sum over thousands."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """``[..., H]`` -> float32 ``[..., 1]``."""
-        return F.linear(hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+        return F.linear(input.float(), self.weight.float(), None if self.bias is None else self.bias.float())
 
 
 class PackedModel(nn.Module):
@@ -302,6 +302,7 @@ class PolicyModel(PackedModel):
     def as_loaded(self) -> Iterator[None]:
         """As the base class's, with the LM head's plain logits."""
         head = self.lm.get_output_embeddings()
+        assert isinstance(head, LogprobHead)
         head.__class__ = nn.Linear
         try:
             with super().as_loaded():
@@ -324,9 +325,10 @@ class ScalarModel(PackedModel):
 
     def __init__(self, lm: PreTrainedModel, original: dict[str, Any] | None = None) -> None:
         super().__init__(lm, original)
-        if type(lm.score) is not nn.Linear:
+        head = getattr(lm, "score", None)
+        if type(head) is not nn.Linear:
             raise ConfigError(f"{type(lm).__name__} has no linear score head; use a model of another family")
-        lm.score.__class__ = ScalarHead
+        head.__class__ = ScalarHead
 
     def forward(self, inputs: PackedInputs | WholeSequence) -> Tensor:
         """float32 ``[N]``: the score at the position that predicts each completion token; or the model's own.
@@ -335,7 +337,9 @@ class ScalarModel(PackedModel):
         """
         if isinstance(inputs, WholeSequence):
             return self._own_logits(inputs)
-        return self.lm.score(self.hidden(inputs)[inputs.predictors])[:, 0]
+        head = self.lm.score
+        assert isinstance(head, ScalarHead)
+        return head(self.hidden(inputs)[inputs.predictors])[:, 0]
 
 
 def load_policy(
@@ -386,10 +390,12 @@ def load_scalar(
             f"{key}={path}: not a whole sequence classifier, it lacks {', '.join(missing[:3])}; `rlhf train-reward` "
             "makes one from a language model"
         )
+    model = ScalarModel(lm, adjusted.original)
     if head_missing and fresh_head == "zero":
-        for parameter in lm.score.parameters():
-            getattr(parameter, "ds_tensor", parameter).data.zero_()  # under ZeRO-3 this rank holds a shard
-    return ScalarModel(lm, adjusted.original)
+        for name, parameter in lm.named_parameters():
+            if name in head_missing:
+                getattr(parameter, "ds_tensor", parameter).data.zero_()  # under ZeRO-3 this rank holds a shard
+    return model
 
 
 def _load(

@@ -92,18 +92,15 @@ def probe_batch(config: Any) -> TrainBatch:
 def narrow_windows(lm: nn.Module) -> Iterator[None]:
     """Every sliding window is WINDOW tokens wide, for the model's own masks and for ours."""
     owners = {id(owner): owner for module in lm.modules() for owner in (module, getattr(module, "config", None))}
-    before = [
-        (owner, owner.sliding_window)
-        for owner in owners.values()
-        if isinstance(getattr(owner, "sliding_window", None), int)
-    ]
+    windows = [(owner, getattr(owner, "sliding_window", None)) for owner in owners.values()]
+    before = [(owner, window) for owner, window in windows if isinstance(window, int)]
     for owner, window in before:
-        owner.sliding_window = min(window, WINDOW)
+        setattr(owner, "sliding_window", min(window, WINDOW))  # noqa: B010 (modules and configurations alike)
     try:
         yield
     finally:
         for owner, window in before:
-            owner.sliding_window = window
+            setattr(owner, "sliding_window", window)  # noqa: B010
 
 
 @contextmanager
