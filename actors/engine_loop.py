@@ -38,6 +38,7 @@ class Request:
     prompt: Prompt
     sample_index: int
     greedy: bool = False
+    logprobs: bool = False  # of this one, even where the run asks for none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,7 +285,7 @@ class EngineLoop(threading.Thread):
             stop=list(config.stop) or None,
             ignore_eos=config.ignore_eos,
             detokenize=bool(config.stop),
-            logprobs=0 if self.spec.logprobs and not request.greedy else None,
+            logprobs=0 if (self.spec.logprobs or request.logprobs) and not request.greedy else None,
             flat_logprobs=True,
             seed=request_seed(self.spec.seed, request) if config.seed_requests else None,
             output_kind=RequestOutputKind.FINAL_ONLY,

@@ -12,6 +12,7 @@ from rlhf.algorithms import Algorithm
 from rlhf.batch import Prompt, TrainBatch
 from rlhf.checkpoint import CheckpointStore, read_state
 from rlhf.config import Config
+from rlhf.gate import SamplingGate, compared_tokens
 from rlhf.rewards import combine
 from rlhf.roles import Critic, Learner, Metrics, Reference, Reward, Rollouts
 from rlhf.stream import Batch, GroupStream, merge_parts, sample_once
@@ -38,6 +39,7 @@ class Driver:
     algorithm: Algorithm
     stream: GroupStream
     eval_prompts: Sequence[Prompt]
+    gate: SamplingGate
     tracker: Tracker
     roofline: Roofline
     checkpoints: CheckpointStore
@@ -61,6 +63,7 @@ class Driver:
                 batch, metrics = self.algorithm.assign_advantages(batch)
             with phase("update"):
                 metrics |= self.update(batch)
+            self.judge(metrics)
             self.step += 1
             with phase("publish"):
                 metrics |= self.publish()
@@ -79,6 +82,7 @@ class Driver:
         old_logprobs = roles.learner.score(batch) if self.algorithm.needs_old_logprobs else None
         values = roles.critic.score(batch) if roles.critic else None
         return batch.with_(
+            compared=compared_tokens(batch, self.step),
             rewards=combine(sampled.scores, roles.reward.weights()),
             old_logprobs=old_logprobs.result() if old_logprobs else None,
             values=values.result() if values else None,
@@ -90,6 +94,11 @@ class Driver:
         warm = self.step >= self.config.critic.warmup_steps or critic is None
         policy = self.roles.learner.update(batch) if warm else None
         return {**(policy.result() if policy else {}), **(critic.result() if critic else {})}
+
+    def judge(self, metrics: Metrics) -> None:
+        """Warns where sampler and learner disagree; raises SamplingError where they disagree too much to go on."""
+        if warning := self.gate.judge(metrics, self.step):
+            self.tracker.note(warning)
 
     def publish(self) -> Metrics:
         """Every live rollout worker gets the learner's weights as version ``step``, verified."""

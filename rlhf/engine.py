@@ -25,7 +25,7 @@ from rlhf.weights import gathered_state_dict
 
 LossFn = Callable[[Any, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
 """(model output, its micro-batch on the same device) -> (loss, stats): sums, which simply add up over micro-batches and
-ranks. It should not wait for the device: below ZeRO-3, whose backward waits anyway, the host then works ahead."""
+ranks, but for a stat whose name ends in ``_max``, of which the largest is kept. It should not wait for the device: below ZeRO-3, whose backward waits anyway, the host then works ahead."""
 
 DUMMY_TOKENS = 2  # a rank without a sequence in some round runs this many tokens at zero weight
 
@@ -189,8 +189,7 @@ class Engine:
                 stats = {"loss": loss.detach(), **stats}
             self.engine.backward(loss * self.world_size)  # DeepSpeed averages over ranks; our loss is a sum
             for name, value in stats.items():
-                value = value.detach().float()
-                sums[name] = sums[name] + value if name in sums else value
+                add_stat(sums, name, value.detach().float())
         learning_rate = self.engine.get_lr()[0]
         plain_norm = self._plain_grad_norm()
         self.engine.step()
@@ -220,7 +219,7 @@ class Engine:
         totals: dict[str, float] = {}
         for part in gathered:
             for name, value in (part or {}).items():
-                totals[name] = totals.get(name, 0.0) + value
+                add_stat(totals, name, value)
         return totals
 
     def release_gathered(self) -> None:
@@ -279,6 +278,23 @@ class Engine:
             with self.model.original_config():
                 self.model.lm.save_pretrained(directory, state_dict=state, safe_serialization=True)
         dist.barrier()
+
+
+def is_maximum(name: str) -> bool:
+    """Whether the parts of a stat are not added up: of these the largest is kept."""
+    return name.endswith("_max")
+
+
+def add_stat(stats: dict[str, Any], name: str, value: Any) -> None:
+    """Joins a part of a stat (a number, or a 0-dim tensor) with those before it; NaN stays NaN."""
+    if name not in stats:
+        stats[name] = value
+    elif is_maximum(name):
+        stats[name] = torch.maximum(torch.as_tensor(stats[name]), torch.as_tensor(value))
+        if not isinstance(value, Tensor):
+            stats[name] = stats[name].item()
+    else:
+        stats[name] = stats[name] + value
 
 
 def _dummy_batch() -> TrainBatch:

@@ -44,5 +44,13 @@ class WeightSyncError(RlhfError, RuntimeError):
     """A weight version could not be committed on every worker that received it."""
 
 
+class UnwrittenWeightsError(WeightSyncError):
+    """vLLM's model has weights that no publish writes: it would sample from something that nobody trains."""
+
+
+class SamplingError(RlhfError, RuntimeError):
+    """The rollout workers' log-probabilities are not the learner's: they do not sample from what is trained."""
+
+
 class CheckpointError(RlhfError, RuntimeError):
     """A checkpoint is missing, incomplete, or does not fit the run that asks for it."""

@@ -22,7 +22,7 @@ from rlhf.algorithms.losses import (
 )
 from rlhf.batch import TrainBatch, merge_scores
 from rlhf.config import AlgorithmConfig
-from rlhf.engine import Engine, LossFn
+from rlhf.engine import Engine, LossFn, add_stat, is_maximum
 from rlhf.packing import Unit, plan_micro_batches, prompt_units, split_minibatches, worth_sharing
 
 Part = tuple[list[int], Tensor]
@@ -74,7 +74,7 @@ class PackedLearner:
         return [i for indices in mine for i in indices], torch.cat(pieces) if pieces else torch.empty(0)
 
     def _optimise(self, steps: Sequence[TrainBatch], make_loss: Callable[[int], LossFn]) -> dict[str, float]:
-        """One optimiser step per batch; the mean of their metrics."""
+        """One optimiser step per batch; the mean of their metrics (of a ``_max`` the largest)."""
         totals: dict[str, float] = {}
         for batch in steps:
             assert batch.loss_weights is not None
@@ -83,7 +83,7 @@ class PackedLearner:
             mine = self._micro_batches(batch, share_prompts=share_prompts)
             selected = [batch.select(indices) if indices else None for indices in mine]
             for name, value in self.engine.step(selected, make_loss(num_tokens), share_prompts=share_prompts).items():
-                totals[name] = totals.get(name, 0.0) + value / len(steps)
+                add_stat(totals, name, value if is_maximum(name) else value / len(steps))
         return totals
 
 
@@ -142,7 +142,10 @@ class PolicyLearner(BatchLearner):
         """
         batch = self._score_beforehand(batch)
         steps = [step.with_(loss_weights=self._weights(step)) for step in self._steps(batch)]
-        metrics = self._optimise(steps, lambda num_tokens: lambda out, micro: self._loss(out, micro, num_tokens))
+        compared = sum(int(step.compared.sum()) for step in steps if step.compared is not None) / len(steps)
+        metrics = self._optimise(
+            steps, lambda num_tokens: lambda out, micro: self._loss(out, micro, num_tokens, compared)
+        )
         names = PPO_NAMES if self.config.name == "ppo" else {}
         return {names.get(name, name): value for name, value in metrics.items()}
 
@@ -172,8 +175,10 @@ class PolicyLearner(BatchLearner):
         )
 
     def _loss(
-        self, output: tuple[Tensor, Tensor], batch: TrainBatch, num_tokens: int
+        self, output: tuple[Tensor, Tensor], batch: TrainBatch, num_tokens: int, num_compared: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        """``num_tokens``: that count in the optimiser step; ``num_compared``: that are compared with the sampler, on
+        average over the optimiser steps of this update, whose stats are averaged."""
         logprobs, entropy = output
         weights = batch.loss_weights
         assert batch.advantages is not None and weights is not None
@@ -194,9 +199,10 @@ class PolicyLearner(BatchLearner):
             loss = loss + entropy_bonus(entropy, weights, coef=self.config.entropy_coef)
         counted = weights != 0
         stats["entropy"] = (entropy.detach() * counted).sum() / max(num_tokens, 1)
-        if batch.rollout_logprobs is not None:
-            gap = (old - batch.rollout_logprobs).abs()
-            stats["sampling/logprob_difference_mean"] = (gap * counted).sum() / max(num_tokens, 1)
+        if batch.compared is not None and batch.rollout_logprobs is not None and num_compared:
+            gap = torch.where(batch.compared, (old - batch.rollout_logprobs).abs(), 0.0)
+            stats["sampling/logprob_difference_mean"] = gap.sum() / num_compared
+            stats["sampling/logprob_difference_max"] = gap.max()
         return loss, stats
 
     def _rollout_ratio(self, old: Tensor, batch: TrainBatch) -> Tensor | None:

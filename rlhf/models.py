@@ -302,7 +302,7 @@ class PolicyModel(PackedModel):
     def as_loaded(self) -> Iterator[None]:
         """As the base class's, with the LM head's plain logits."""
         head = self.lm.get_output_embeddings()
-        assert isinstance(head, LogprobHead)
+        assert isinstance(head, nn.Linear)
         head.__class__ = nn.Linear
         try:
             with super().as_loaded():
