@@ -38,7 +38,7 @@ class Bounds:
             return None
         else:
             wanted = self._interval() if self.interval else self._low_end() if too_small else self._high_end()
-        return wanted + (f"; {self.hint}" if self.hint else "")
+        return wanted + (f": {self.hint}" if self.hint else "")
 
     def _interval(self) -> str:
         if self.min is None and self.max is None:

@@ -54,7 +54,7 @@ def require_date(key: str, value: str | None) -> None:
         valid = value is None or date.fromisoformat(value).isoformat() == value
     except ValueError:
         valid = False
-    require(valid, f"{key}={value} must be a day, written YYYY-MM-DD: 2026-01-31, say")
+    require(valid, f"{key}={value} is no date; write it as YYYY-MM-DD, such as 2026-01-31")
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ class RewardConfig(Section, key="reward"):
     functions: list[RewardFunctionConfig] = field(default_factory=list)
     model: RewardModelConfig | None = None
     # the run ends where a larger share of a step's completions gets no reward from anyone
-    max_abstained: Fraction = 0.5
+    max_abstained: Annotated[float, Bounds(min=0, max=1, interval=True, hint="a share")] = 0.5
     # For one call: on a group, or on a worker's share of the held-out completions. Calls of async functions wait side
     # by side, and what one waits for others counts.
     function_timeout_s: Seconds = 60.0

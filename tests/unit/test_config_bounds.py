@@ -252,7 +252,7 @@ def test_the_bounds_are_accepted_unless_another_key_contradicts(number: Number) 
         ("learner.optimizer.learning_rate=10", "learner.optimizer.learning_rate=10.0 must be at most 1"),
         ("learner.optimizer.betas=[0.9, nan]", "learner.optimizer.betas[1]=nan must be a finite number"),
         ("learner.optimizer.betas=[1, 0.9]", "learner.optimizer.betas[0]=1.0 must lie in [0, 1)"),
-        ("learner.zero_stage=4", "learner.zero_stage=4 must lie in [0, 3]; use 0, 1, 2 or 3"),
+        ("learner.zero_stage=4", "learner.zero_stage=4 must lie in [0, 3]: use 0, 1, 2 or 3"),
         ("algorithm.entropy_coef=-0.1", "algorithm.entropy_coef=-0.1 must be at least 0"),
         ("algorithm.beta=.nan", "algorithm.beta=nan must be a finite number"),
         ("algorithm.lam=1e999", "algorithm.lam=inf must be a finite number"),
