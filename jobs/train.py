@@ -35,6 +35,7 @@ def train(config: Config) -> dict[str, Any]:
     """
     validate_model(config)
     tokenizer = load_tokenizer(config.model)
+    validate_model(config)  # again: the tokenizer of a hub model brings its config.json along
     prompts = load_prompts(config.data.train, config.data, tokenizer, split="train", seed=config.seed)
     eval_prompts = load_eval_prompts(config, tokenizer)
     check_rewards(config, prompts)
