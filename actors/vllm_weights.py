@@ -7,10 +7,7 @@ same that the built-in ones lack: a CPU path, checksums of every bucket as it ar
 Weights are copied straight into the live model where vLLM keeps them as loaded; else through its layer-wise reload.
 """
 
-import ctypes
 import multiprocessing
-import os
-import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,10 +21,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from actors.load_plan import Copies, LoadPlan, UnplannableError, keeps_weights_as_loaded
 from actors.transport import BroadcastReceiver, CalledOffError, Meeting, Receiver, Session, SharedReceiver
+from rlhf.processes import end_with_parent
 from rlhf.weights import Layout, TensorSpec, bucket_size, checksum, view_bucket
 
 BACKEND = "rlhf"
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 PlainLayout = list[list[dict[str, Any]]]
 """A Layout of lists and dicts only, which is what vLLM's messages between its processes carry."""
@@ -235,18 +232,9 @@ class WorkerExtension:
         return self.weight_transfer_engine.read_back()
 
 
-def end_with_parent() -> None:
-    """Ends this process when the one that started it ends, however that comes about (Linux).
-
-    Else an engine process outlives a rollout worker that was killed, and keeps the memory of its GPU.
-    """
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-if multiprocessing.parent_process() is not None:  # one of vLLM's own processes, not the worker itself
-    end_with_parent()
+# One of vLLM's own processes, not the worker itself, outlives a worker that was killed, and keeps its GPU's memory.
+if (parent := multiprocessing.parent_process()) is not None:
+    end_with_parent(parent.pid)
 
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, BucketReceiver)

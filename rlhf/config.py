@@ -297,6 +297,7 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         at_least("reward", 1, num_workers=self.num_workers)
+        require(0 <= self.max_abstained <= 1, f"reward.max_abstained={self.max_abstained} must lie in [0, 1]: a share")
         require(self.function_timeout_s > 0, f"reward.function_timeout_s={self.function_timeout_s} must be positive")
 
     @property
