@@ -509,3 +509,8 @@ def test_text_is_asked_for_only_by_functions_that_take_it() -> None:
         return [float(len(ids)) for ids in completion_ids]
 
     assert together(by_tokens).submit(plain(), None, [[1], [2, 3]]).result() == {"by_tokens": [1.0, 2.0]}
+
+
+def test_the_allowed_share_is_a_share() -> None:
+    with pytest.raises(ConfigError, match=r"reward\.max_abstained=50\.0 must lie in \[0, 1\]: a share"):
+        load_config(ROOT / "conf" / "grpo_tiny.yaml", ["reward.max_abstained=50"])
