@@ -22,7 +22,7 @@ from actors.worker_factory import WorkerFactory
 from rlhf.config import Config, RewardTrainingConfig
 from rlhf.driver import Roles
 from rlhf.errors import PlacementError
-from rlhf.rewards import load_reward_functions
+from rlhf.rewards import MODEL_NAME, load_reward_functions
 from rlhf.topology import Device, Slot, Topology, plan_topology
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
@@ -310,4 +310,4 @@ class Cluster(ActorCluster):
 def reward_weights(config: Config) -> dict[str, float]:
     """The weight of every reward in the sum, by metric name."""
     weights = {function.name: function.weight for function in load_reward_functions(config.reward.functions)}
-    return weights | ({"model": config.reward.model.weight} if config.reward.model else {})
+    return weights | ({MODEL_NAME: config.reward.model.weight} if config.reward.model else {})

@@ -13,6 +13,7 @@ from rlhf.config import Config
 from rlhf.engine import local_rank_device, resolve_dtype
 from rlhf.frozen import FrozenScorer, RewardModel
 from rlhf.models import load_policy, load_scalar
+from rlhf.rewards import MODEL_NAME
 from rlhf.roles import Scores
 
 
@@ -83,7 +84,7 @@ class RewardModelActor(RankActor):
         scores = self._model.score(groups, [decode(self._decoder, group) for group in groups])
         if self._on_shared_gpu:
             torch.cuda.empty_cache()
-        return [{"model": of_group} for of_group in scores]
+        return [{MODEL_NAME: of_group} for of_group in scores]
 
 
 def shares_gpu(config: Config, device: torch.device) -> bool:

@@ -61,7 +61,7 @@ class TrainBatch:
     completion_lengths: Tensor  # int64 [S]
     truncated: Tensor  # bool [S]
     versions: Tensor  # int32 [N]
-    rewards: Tensor | None = None  # float32 [S]
+    rewards: Tensor | None = None  # float32 [S], NaN where nobody gave one
     advantages: Tensor | None = None  # float32 [N]
     returns: Tensor | None = None  # float32 [N]
     values: Tensor | None = None  # float32 [N], by the critic before the update
@@ -81,6 +81,11 @@ class TrainBatch:
         """The batch on a device, as ``to_device`` takes it there."""
         tensors = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         return replace(self, **{name: to_device(t, device) for name, t in tensors.items() if t is not None})
+
+    @property
+    def abstained(self) -> Tensor:
+        """bool [S]: completions without a reward, for nobody gave one: they have no part in baselines and losses."""
+        return torch.zeros_like(self.truncated) if self.rewards is None else self.rewards.isnan()
 
     @property
     def num_sequences(self) -> int:

@@ -13,7 +13,7 @@ from rlhf.batch import Prompt, TrainBatch
 from rlhf.checkpoint import CheckpointStore, read_state
 from rlhf.config import Config
 from rlhf.gate import SamplingGate, compared_tokens
-from rlhf.rewards import combine
+from rlhf.rewards.total import check_abstained, combine
 from rlhf.roles import Critic, Learner, Metrics, Reference, Reward, Rollouts
 from rlhf.stream import Batch, GroupStream, merge_parts, sample_once
 from rlhf.tracking import Roofline, Tracker, rollout_metrics
@@ -76,14 +76,19 @@ class Driver:
             self.save()
 
     def score(self, sampled: Batch) -> TrainBatch:
-        """What the learners know of the batch, submitted at once, then awaited; others scored it as it came in."""
+        """The rewards, and what the learners know of the batch: submitted at once, then awaited.
+
+        Raises RewardError where more of the completions have no reward than ``reward.max_abstained`` allows.
+        """
         roles, batch = self.roles, sampled.packed
+        rewards = combine(sampled.scores, roles.reward.weights())
+        check_abstained(rewards, roles.reward.weights(), self.config.reward.max_abstained)
         roles.rollouts.sleep()
         old_logprobs = roles.learner.score(batch) if self.algorithm.needs_old_logprobs else None
         values = roles.critic.score(batch) if roles.critic else None
         return batch.with_(
             compared=compared_tokens(batch, self.step),
-            rewards=combine(sampled.scores, roles.reward.weights()),
+            rewards=rewards,
             old_logprobs=old_logprobs.result() if old_logprobs else None,
             values=values.result() if values else None,
         )

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlhf.batch import Rollout, TrainBatch, merge_scores
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, RewardError
 from rlhf.models import PackedModel, PolicyModel, ScalarModel, packed_inputs
 from rlhf.packing import plan_micro_batches, prompt_units, worth_sharing
 from rlhf.probe import check_packing
@@ -73,6 +73,7 @@ class RewardModel:
         probe_key: str | None = None,
     ) -> None:
         """``path``: where its tokenizer is; ``max_tokens``: per text; the last two: see FrozenScorer."""
+        self._path = path
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self._max_tokens = min(max_tokens, token_budget - 1)  # last_token_batch appends one
         self._scorer = FrozenScorer(
@@ -85,8 +86,15 @@ class RewardModel:
         return self.score_tokens([list(map(self._tokenise, group, completions)) for group, completions in pairs])
 
     def score_tokens(self, groups: Sequence[Sequence[list[int]]]) -> list[list[float]]:
-        """By group, the model's scalar at the last token of each sequence."""
-        return [scores.tolist() for scores in self._scorer.score([last_token_batch(group) for group in groups])]
+        """By group, the model's scalar at the last token of each sequence. Raises RewardError unless all are finite."""
+        scores = self._scorer.score([last_token_batch(group) for group in groups])
+        for found in scores:
+            if not found.isfinite().all():
+                raise RewardError(
+                    f"reward.model.path={self._path}: it gave {found[~found.isfinite()][0].item()} for a completion; "
+                    "look for NaN in its weights, or set model.dtype=float32"
+                )
+        return [found.tolist() for found in scores]
 
     def _tokenise(self, rollout: Rollout, text: str) -> list[int]:
         prompt = rollout.prompt

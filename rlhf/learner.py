@@ -114,6 +114,11 @@ class BatchLearner(PackedLearner):
         return steps
 
 
+def with_reward(batch: TrainBatch) -> Tensor:
+    """bool [N]: tokens of completions that have a reward."""
+    return (~batch.abstained).repeat_interleave(batch.completion_lengths)
+
+
 class PolicyLearner(BatchLearner):
     """The policy's clipped surrogate over completion tokens."""
 
@@ -162,9 +167,10 @@ class PolicyLearner(BatchLearner):
 
     def _counted(self, batch: TrainBatch) -> Tensor:
         """bool [N]: the tokens that have a part in the loss at all."""
+        counted = with_reward(batch)
         if self.config.mask_truncated_completions:
-            return truncation_mask(batch.completion_lengths, batch.truncated)
-        return torch.ones(batch.num_completion_tokens, dtype=torch.bool)
+            counted = counted & truncation_mask(batch.completion_lengths, batch.truncated)
+        return counted
 
     def _weights(self, batch: TrainBatch) -> Tensor:
         return token_weights(
@@ -232,7 +238,7 @@ class ValueLearner(BatchLearner):
     def update(self, batch: TrainBatch) -> dict[str, float]:
         """All optimiser steps of one training step, over the same mini-batches as the policy's."""
         steps = [
-            step.with_(loss_weights=token_weights(step.completion_lengths, loss_type="dapo"))
+            step.with_(loss_weights=token_weights(step.completion_lengths, loss_type="dapo", mask=with_reward(step)))
             for step in self._steps(batch)
         ]
         metrics = self._optimise(steps, lambda num_tokens: lambda out, micro: self._loss(out, micro))

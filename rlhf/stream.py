@@ -12,11 +12,12 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from rlhf.algorithms.advantages import clip_rewards
 from rlhf.algorithms.grpo import zero_variance_groups
 from rlhf.batch import Prompt, Rollout, TrainBatch, pack
 from rlhf.config import Config
 from rlhf.data import PromptStream
-from rlhf.rewards import combine
+from rlhf.rewards.total import combine
 from rlhf.roles import Pending, Reference, Reward, Rollouts, Scores
 
 T = TypeVar("T")
@@ -152,6 +153,7 @@ class GroupStream:
 
     def _is_equal(self, group: ScoredGroup) -> bool:
         rewards = combine(group.scores.result(), self._reward.weights())
+        rewards = clip_rewards(rewards, self._algorithm.reward_clip)  # as the advantages see them
         return bool(zero_variance_groups(rewards, self._algorithm.group_size).all())
 
     def _choose(self, step: int) -> set[int] | None:
