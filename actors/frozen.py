@@ -63,6 +63,7 @@ class RewardModelActor(RankActor):
             max_tokens=settings.max_tokens,
             token_budget=settings.micro_batch_tokens,
             device=device,
+            date=self._config.data.date,
             compiled=self._config.learner.compile,
         )
 

@@ -217,6 +217,17 @@ class RewardFunctions:
         for function in self.functions:
             function.check_columns(columns)
 
+    def required_columns(self) -> dict[str, set[str]]:
+        """By function name, the columns of the data that it cannot do without."""
+        return {
+            function.name: {
+                name
+                for name, parameter in _named_parameters(function.call).items()
+                if parameter.default is parameter.empty and name not in {*ARGUMENTS, *function.kwargs}
+            }
+            for function in self.functions
+        }
+
     def submit(
         self, prompts: Sequence[Prompt], texts: Sequence[str] | None, token_ids: Sequence[Sequence[int]]
     ) -> "Scoring":
