@@ -47,7 +47,7 @@ def find_start(config: AnyConfig, checkpoints: CheckpointStore) -> tuple[AnyConf
     directory = checkpoints.find(config.checkpoint.resume)
     state = None if directory is None else read_run(directory)
     first_date = date.today().isoformat() if state is None else state["config"]["data"]["date"]
-    return replace(config, data=replace(config.data, date=config.data.date or first_date)), state  # type: ignore[type-var]
+    return replace(config, data=replace(config.data, date=config.data.date or first_date)), state
 
 
 def begin(
