@@ -67,8 +67,9 @@ def begin(
         line = check_resume(checkpoints.current, state, run)
         if _is_done(run_dir, state["step"], run["num_steps"]):
             longer = "num_steps" if isinstance(config, Config) else "num_epochs"
+            own = checkpoints.current.parent == checkpoints.directory
             raise ConfigError(
-                f"{config.run_dir} already holds step {state['step']} of {run['num_steps']}; raise {longer}, change "
+                f"{config.run_dir if own else checkpoints.current} already holds step {state['step']} of {run['num_steps']}; raise {longer}, change "
                 "name, or set checkpoint.resume=none"
             )
         print(line, flush=True)
