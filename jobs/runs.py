@@ -67,10 +67,10 @@ def begin(
         line = check_resume(checkpoints.current, state, run)
         if _is_done(run_dir, state["step"], run["num_steps"]):
             longer = "num_steps" if isinstance(config, Config) else "num_epochs"
-            own = checkpoints.current.parent == checkpoints.directory
+            holder = config.run_dir if checkpoints.current.parent == checkpoints.directory else checkpoints.current
             raise ConfigError(
-                f"{config.run_dir if own else checkpoints.current} already holds step {state['step']} of {run['num_steps']}; raise {longer}, change "
-                "name, or set checkpoint.resume=none"
+                f"{holder} already holds step {state['step']} of {run['num_steps']}; raise {longer}, change name, or "
+                "set checkpoint.resume=none"
             )
         print(line, flush=True)
     checkpoints.run = run
