@@ -33,6 +33,7 @@ class Work:
     greedy: bool
     logprobs: bool
 
+
 @dataclass
 class Process:
     """One worker's process, and what is under way with it."""

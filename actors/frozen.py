@@ -76,6 +76,7 @@ class RewardModelActor(RankActor):
             max_tokens=settings.max_tokens,
             token_budget=settings.micro_batch_tokens,
             device=device,
+            date=self._config.data.date,
             compiled=self._config.learner.compile,
             probe_key=f"{key}={settings.path}" if self._config.checks.probe else None,
         )

@@ -1,11 +1,13 @@
 """What every training run does alike: start, stop, try again, and sum up."""
 
 import contextlib
+import json
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -17,6 +19,8 @@ from rlhf.checkpoint import CheckpointStore
 from rlhf.config import Config, ModelConfig, RewardTrainingConfig
 from rlhf.driver import Driver
 from rlhf.errors import ConfigError, RoleLostError
+from rlhf.recipes import to_yaml
+from rlhf.resume import check_resume, read_run
 from rlhf.reward_loop import RewardTraining
 from rlhf.tracking import Tracker, print_summary, write_summary
 
@@ -33,6 +37,58 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
             f"model.path={model.path}: no tokenizer loads from there ({str(error).splitlines()[0]}); give a "
             "Hugging Face directory, or a hub id that this machine can reach"
         ) from error
+
+
+def find_start(config: AnyConfig, checkpoints: CheckpointStore) -> tuple[AnyConfig, dict[str, Any] | None]:
+    """The configuration with its date, and the state of the checkpoint that the run will resume, if any.
+
+    A run keeps the date on which it began, for its prompts must stay the same. Raises CheckpointError.
+    """
+    directory = checkpoints.find(config.checkpoint.resume)
+    state = None if directory is None else read_run(directory)
+    first_date = date.today().isoformat() if state is None else state["config"]["data"]["date"]
+    return replace(config, data=replace(config.data, date=config.data.date or first_date)), state
+
+
+def begin(
+    config: Config | RewardTrainingConfig,
+    checkpoints: CheckpointStore,
+    state: dict[str, Any] | None,
+    run: dict[str, Any],
+) -> Path:
+    """The run directory, with config.yaml in it; nothing is written before what the run resumes is found to fit.
+
+    ``state``: of the checkpoint to resume; ``run``: as ``describe_run`` gives it. Raises CheckpointError where the two
+    do not fit, ConfigError where there is nothing left to do.
+    """
+    run_dir = Path(config.run_dir).resolve()
+    if state is not None:
+        assert checkpoints.current is not None
+        line = check_resume(checkpoints.current, state, run)
+        if _is_done(run_dir, state["step"], run["num_steps"]):
+            longer = "num_steps" if isinstance(config, Config) else "num_epochs"
+            holder = config.run_dir if checkpoints.current.parent == checkpoints.directory else checkpoints.current
+            raise ConfigError(
+                f"{holder} already holds step {state['step']} of {run['num_steps']}; raise {longer}, change name, or "
+                "set checkpoint.resume=none"
+            )
+        print(line, flush=True)
+    checkpoints.run = run
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.yaml").write_text(to_yaml(config))
+    return run_dir
+
+
+def _is_done(run_dir: Path, step: int, num_steps: int) -> bool:
+    """Whether the run has nothing left to do. One that ended after its last checkpoint still has its model to write,
+    and its summary after that."""
+    if step != num_steps:
+        return step > num_steps
+    try:
+        summary = json.loads((run_dir / "summary.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return summary.get("status") == "completed" and summary.get("steps") == step
 
 
 def keep_trying(

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from actors.cluster import Cluster, connect
-from jobs.runs import keep_trying, load_tokenizer, started, stops_at_step_end, summarise
+from jobs.runs import begin, find_start, keep_trying, load_tokenizer, started, stops_at_step_end, summarise
 from rlhf.algorithms import make_algorithm
 from rlhf.batch import Prompt
 from rlhf.checkpoint import CheckpointStore
@@ -18,8 +18,10 @@ from rlhf.config import Config
 from rlhf.data import PromptSet, PromptStream, load_prompts
 from rlhf.driver import Driver
 from rlhf.engine import resolve_dtype
+from rlhf.errors import DataError
 from rlhf.gate import SamplingGate
-from rlhf.recipes import to_yaml, validate_model
+from rlhf.recipes import validate_model
+from rlhf.resume import describe_run
 from rlhf.rewards import RewardFunctions, load_reward_functions
 from rlhf.shapes import ModelShape
 from rlhf.stream import GroupStream
@@ -29,20 +31,21 @@ from rlhf.tracking import Roofline, Tracker
 def train(config: Config) -> dict[str, Any]:
     """Runs training to the end (or to a clean stop) and returns what it wrote to summary.json.
 
-    Everything that can be wrong with the model's shape, the data or the reward functions is found before Ray starts. A
-    run that loses an actor which it cannot replace (rollout workers it can) tears everything down and goes on from its
-    last checkpoint, at most ``checkpoint.max_restarts`` times.
+    Everything that can be wrong with the model's shape, the data, the reward functions or the checkpoint that it goes
+    on from is found before Ray starts, and before anything is written. A run that loses an actor which it cannot
+    replace (rollout workers it can) tears everything down and goes on from its last checkpoint, at most
+    ``checkpoint.max_restarts`` times.
     """
     validate_model(config)
     tokenizer = load_tokenizer(config.model)
     validate_model(config)  # again: the tokenizer of a hub model brings its config.json along
+    checkpoints = CheckpointStore(config.run_dir, keep=config.checkpoint.keep)
+    config, state = find_start(config, checkpoints)
     prompts = load_prompts(config.data.train, config.data, tokenizer, split="train", seed=config.seed)
     eval_prompts = load_eval_prompts(config, tokenizer)
-    check_rewards(config, prompts)
-    run_dir = Path(config.run_dir).resolve()
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(to_yaml(config))
-    checkpoints = CheckpointStore(run_dir, keep=config.checkpoint.keep)
+    check_rewards(config, prompts, eval_prompts)
+    this_run = describe_run(config, tokenizer, data=prompts.fingerprint(), num_steps=config.num_steps)
+    run_dir = begin(config, checkpoints, state, this_run)
 
     def attempt(config: Config) -> dict[str, Any]:
         tracker = Tracker(config.tracking, run_dir, num_steps=config.num_steps, tokenizer=tokenizer)
@@ -90,7 +93,11 @@ def make_driver(
         algorithm=make_algorithm(config.algorithm),
         stream=GroupStream(stream, roles.rollouts, roles.reward, roles.reference, config),
         eval_prompts=eval_prompts,
-        gate=SamplingGate.of(config.checks, config.rollout, resolve_dtype(config.model.dtype, torch.device("cuda" if cluster.device == "gpu" else "cpu"))),
+        gate=SamplingGate.of(
+            config.checks,
+            config.rollout,
+            resolve_dtype(config.model.dtype, torch.device("cuda" if cluster.device == "gpu" else "cpu")),
+        ),
         tracker=tracker,
         roofline=make_roofline(config, cluster.device_names()),
         checkpoints=checkpoints,
@@ -115,12 +122,28 @@ def load_eval_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> Pro
     return load_prompts(config.data.eval, config.data, tokenizer, split="eval", seed=config.seed)
 
 
-def check_rewards(config: Config, prompts: PromptSet) -> None:
-    """Loads the reward functions here once, so that a wrong path or a missing column is found before Ray starts."""
+def check_rewards(config: Config, prompts: PromptSet, eval_prompts: PromptSet | None) -> None:
+    """Loads the reward functions here once, so that a wrong path or a missing column is found before Ray starts.
+
+    Raises RewardError or ConfigError for the functions, DataError for a column or a row's key that one cannot do
+    without.
+    """
     functions = RewardFunctions(
         load_reward_functions(config.reward.functions), timeout_s=config.reward.function_timeout_s
     )
-    functions.check_columns(prompts.prompt(0, id=0).columns)
+    for split, data in {"train": prompts, "eval": eval_prompts}.items():
+        for name, needed in functions.required_columns().items():
+            for column in sorted(needed) if data else ():
+                _check_column(column, name, data, f"data.{split}={data.source}")
+
+
+def _check_column(column: str, function: str, data: PromptSet, where: str) -> None:
+    needs = f'"{column}", which reward function {function} needs'
+    if column not in data.columns:
+        others = ", ".join(data.columns) or "none"
+        raise DataError(f"{where}: has no column {needs} (its columns: {others}); rename one, or set it in kwargs")
+    if (line := data.lacking.get(column)) is not None:
+        raise DataError(f"{where}: line {line} has no {needs}; add it, or null where the function may abstain")
 
 
 def save_final(config: Config, driver: Driver, tokenizer: PreTrainedTokenizerBase, run_dir: Path) -> Path | None:

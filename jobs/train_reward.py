@@ -2,18 +2,17 @@
 
 import contextlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from actors.cluster import connect
 from actors.reward_training import RewardTrainingCluster
-from jobs.runs import keep_trying, load_tokenizer, started, stops_at_step_end, summarise
+from jobs.runs import begin, find_start, keep_trying, load_tokenizer, started, stops_at_step_end, summarise
 from rlhf.checkpoint import CheckpointStore
 from rlhf.config import RewardTrainingConfig
 from rlhf.preferences import Pair, load_preferences
-from rlhf.recipes import to_yaml
+from rlhf.resume import describe_run
 from rlhf.reward_loop import RewardTraining, count_steps
 from rlhf.tracking import Tracker
 
@@ -21,18 +20,19 @@ from rlhf.tracking import Tracker
 def train_reward(config: RewardTrainingConfig) -> dict[str, Any]:
     """Trains to the end (or to a clean stop) and returns what it wrote to summary.json; the model is in run_dir/model.
 
-    Everything that can be wrong with the data is found before Ray starts. A lost rank is dealt with as in ``train``.
+    Everything that can be wrong with the data or the checkpoint that it goes on from is found before Ray starts. A
+    lost rank is dealt with as in ``train``.
     """
     tokenizer = load_tokenizer(config.model)
+    checkpoints = CheckpointStore(config.run_dir, keep=config.checkpoint.keep)
+    config, state = find_start(config, checkpoints)
     train = load_preferences(config.data.train, config.data, tokenizer, split="train", seed=config.seed)
     held_out: Sequence[Pair] = []
     if config.data.eval is not None:
         held_out = load_preferences(config.data.eval, config.data, tokenizer, split="eval", seed=config.seed).pairs
-    run_dir = Path(config.run_dir).resolve()
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(to_yaml(config))
-    checkpoints = CheckpointStore(run_dir, keep=config.checkpoint.keep)
     num_steps = count_steps(config, train.pairs)
+    this_run = describe_run(config, tokenizer, data=train.fingerprint(), num_steps=num_steps)
+    run_dir = begin(config, checkpoints, state, this_run)
 
     def attempt(config: RewardTrainingConfig) -> dict[str, Any]:
         tracker = Tracker(config.tracking, run_dir, num_steps=num_steps, tokenizer=tokenizer)

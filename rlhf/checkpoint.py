@@ -1,7 +1,8 @@
 """Checkpoints that are either whole or absent.
 
 One checkpoint holds everything a run needs to go on: learner, critic, and the driver's own state (step, data position,
-counters, controllers). It is written under a temporary name and renamed when complete; older ones go only afterwards.
+counters, controllers); and what the run was, which ``rlhf.resume`` compares. It is written under a temporary name and
+renamed when complete; older ones go only afterwards.
 """
 
 import json
@@ -28,6 +29,7 @@ class CheckpointStore:
     def __init__(self, run_dir: str | Path, *, keep: int) -> None:
         self.directory = Path(run_dir).resolve() / "checkpoints"
         self.keep = keep
+        self.run: dict[str, Any] = {}  # what describe_run says of the run, for every checkpoint it writes
         self.current: Path | None = None  # what this process wrote last, or went on from
 
     def steps(self) -> list[int]:
@@ -48,7 +50,7 @@ class CheckpointStore:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
-        (partial / _STATE).write_text(json.dumps({**state, "written_s": time.time()}, indent=1))
+        (partial / _STATE).write_text(json.dumps({**state, **self.run, "written_s": time.time()}, indent=1))
         final = self.path(step)
         if final.exists():  # the same step again, after a resume from an older one
             shutil.rmtree(final)
@@ -80,5 +82,8 @@ class CheckpointStore:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The driver's state in a checkpoint."""
-    return json.loads((path / _STATE).read_text())
+    """The driver's state in a checkpoint, and what its run was. Raises CheckpointError where the file is damaged."""
+    try:
+        return json.loads((path / _STATE).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / _STATE}: cannot be read ({error}); remove that checkpoint") from error

@@ -5,8 +5,8 @@ Every error is one line that names the key and the source. Rows count from 1, bl
 
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -14,20 +14,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf.batch import Prompt
+from rlhf.chat import Chat, check_template_kwargs, drop_second_bos, parse_date, render_chat
 from rlhf.config import DataConfig
 from rlhf.errors import CheckpointError, ConfigError, DataError
 from rlhf.rewards.loading import ARGUMENTS
 from rlhf.tasks import Split, task_rows
 
 if TYPE_CHECKING:
+    import pyarrow
     from transformers import PreTrainedTokenizerBase
 
-Chat = list[dict[str, str]]
 Table = dict[str, list[Any]]  # column -> one value per row
 
 TASK_PREFIX = "task:"
 DIRECTORY_SPLITS: dict[Split, str] = {"train": "train", "eval": "test"}  # of a saved DatasetDict
 TOKENIZE_ROWS = 10_000  # at a time, to bound memory
+MAX_NESTING = 100  # levels of a JSON line; pickle, which takes columns to actors, gives up before json does
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class PromptSet:
     chats: list[Chat] | None  # None: plain prompts
     columns: Table
     report: PromptReport
+    lacking: dict[str, int] = field(default_factory=dict)  # column -> first line of a JSONL file without that key
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -95,48 +98,55 @@ def load_prompts(
     where = f"data.{split}={source}"
     if config.task_args and not any((s or "").startswith(TASK_PREFIX) for s in (source, config.train, config.eval)):
         raise ConfigError(f"data.task_args is set, but {where} is no built-in task; unset it, or use task:NAME")
-    table, prompt_column = _read(source, config, split, seed, where)
+    if config.date is not None:
+        parse_date(config.date)
+    table, lacking = _read(source, config, split, seed, where)
+    prompt_column = "prompt" if source.startswith(TASK_PREFIX) else config.prompt_column
     values, columns = _part_columns(table, prompt_column, where)
     is_chat = _check_prompts(values, where)
     chats: list[Chat] | None = None
     texts: list[str] = values
     if is_chat:
         chats = [_with_system_prompt(plain_messages(chat), config.system_prompt) for chat in values]
-        texts = _render(chats, tokenizer, where)
-    elif config.system_prompt is not None:
-        raise ConfigError(
-            f"data.system_prompt needs chat prompts, but {where} holds plain strings; unset it, or make every prompt a "
-            "list of {role, content} messages"
-        )
+        texts = _render(chats, config, tokenizer, where)
+    for key, is_set in {
+        "system_prompt": config.system_prompt is not None,
+        "chat_template_kwargs": bool(config.chat_template_kwargs),
+    }.items():
+        if is_set and not is_chat:
+            raise ConfigError(
+                f"data.{key} needs chat prompts, but {where} holds plain strings; unset it, or make every prompt a "
+                "list of {role, content} messages"
+            )
     token_ids = _tokenize(texts, tokenizer, add_special_tokens=not is_chat)
     report = PromptReport(len(token_ids), 0, 0, longest=max(len(ids) for ids in token_ids))
-    return _fit_length(PromptSet(source, texts, token_ids, chats, columns, report), config, tokenizer, where)
+    return _fit_length(PromptSet(source, texts, token_ids, chats, columns, report, lacking), config, tokenizer, where)
 
 
-def _read(source: str, config: DataConfig, split: Split, seed: int, where: str) -> tuple[Table, str]:
-    """The table of a source, for eval its first ``eval_size`` rows, and the name of its prompt column."""
+def _read(source: str, config: DataConfig, split: Split, seed: int, where: str) -> tuple[Table, dict[str, int]]:
+    """The table of a source, for eval its first ``eval_size`` rows, and ``PromptSet.lacking``."""
     max_rows = config.eval_size if split == "eval" else None
     if source.startswith(TASK_PREFIX):
         name = source.removeprefix(TASK_PREFIX)
-        return _columnar(task_rows(name, config.task_args, split=split, seed=seed, max_rows=max_rows)), "prompt"
+        return _columnar(task_rows(name, config.task_args, split=split, seed=seed, max_rows=max_rows)), {}
     path = Path(source).expanduser()
     kinds = "a source is task:NAME, a .jsonl or .parquet file, or a directory saved by datasets"
     if not path.exists():
         raise DataError(f"{where}: no such file or directory; {kinds}")
-    readers: dict[str, Callable[[Path, str], Table]] = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    lacking: dict[str, int] = {}
     if path.is_dir():
         table = _read_directory(path, DIRECTORY_SPLITS[split], where)
-    elif path.suffix in readers:
-        table = readers[path.suffix](path, where)
+    elif path.suffix == ".jsonl":
+        numbered = read_json_lines(path, where)[:max_rows]
+        table = _columnar([row for _, row in numbered])
+        lacking = _first_lacking(numbered, table)
+    elif path.suffix == ".parquet":
+        table = _read_parquet(path, where)
     else:
         raise DataError(f"{where}: cannot read a {path.suffix or 'file without suffix'}; {kinds}")
     if not any(table.values()):
         raise DataError(f"{where}: holds no rows")
-    return {name: column[:max_rows] for name, column in table.items()}, config.prompt_column
-
-
-def _read_jsonl(path: Path, where: str) -> Table:
-    return _columnar([row for _, row in read_json_lines(path, where)])
+    return {name: column[:max_rows] for name, column in table.items()}, lacking
 
 
 def read_json_lines(path: Path, where: str) -> list[tuple[int, dict[str, Any]]]:
@@ -147,16 +157,48 @@ def read_json_lines(path: Path, where: str) -> list[tuple[int, dict[str, Any]]]:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
-                try:
-                    row = json.loads(line.decode("utf-8-sig"))
-                except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
-                    raise DataError(f"{where}: line {number} is not valid JSON: {_one_line(error)}") from error
-                if not isinstance(row, dict):
-                    raise DataError(f"{where}: line {number} is a {type(row).__name__}; every line must be an object")
-                rows.append((number, row))
+                rows.append((number, _read_json_line(line, f"{where}: line {number}")))
     except OSError as error:
         raise DataError(f"{where}: cannot be read: {_one_line(error)}") from error
     return rows
+
+
+def _read_json_line(line: bytes, where: str) -> dict[str, Any]:
+    too_deep = f"{where} is nested more than {MAX_NESTING} levels deep; flatten it"
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+        raise DataError(f"{where} is not valid JSON: {_one_line(error)}") from error
+    except RecursionError as error:
+        raise DataError(too_deep) from error
+    if not isinstance(row, dict):
+        raise DataError(f"{where} is a {type(row).__name__}; every line must be an object")
+    if line.count(b"[") + line.count(b"{") > MAX_NESTING and _nesting(row) > MAX_NESTING:
+        raise DataError(too_deep)
+    if b"\\u" in line:  # JSON may spell what UTF-8 cannot
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = json.dumps(error.object[error.start])
+            raise DataError(
+                f"{where} has {half}, half of a surrogate pair, which is no character; write both halves, or remove it"
+            ) from error
+    return row
+
+
+def _nesting(value: Any) -> int:
+    """Levels of lists and objects."""
+    levels, current = 0, [value]
+    while current := [inner for inner in current if isinstance(inner, dict | list)]:
+        current = [x for inner in current for x in (inner.values() if isinstance(inner, dict) else inner)]
+        levels += 1
+    return levels
+
+
+def _first_lacking(numbered: Sequence[tuple[int, dict[str, Any]]], names: Iterable[str]) -> dict[str, int]:
+    """By column, the first line that lacks the key: null is a value, a key that is not there is a slip."""
+    first = {name: next((number for number, row in numbered if name not in row), None) for name in names}
+    return {name: number for name, number in first.items() if number is not None}
 
 
 def _columnar(rows: list[dict[str, Any]]) -> Table:
@@ -170,9 +212,24 @@ def _read_parquet(path: Path, where: str) -> Table:
     from pyarrow import parquet
 
     try:
-        return parquet.read_table(path).to_pydict()
+        table = parquet.read_table(path)
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"{where}: not a readable Parquet file: {_one_line(error)}") from error
+    try:
+        return table.to_pydict()
+    except UnicodeDecodeError as error:
+        raise _not_utf8(table, where) from error
+
+
+def _not_utf8(table: "pyarrow.Table", where: str) -> DataError:
+    """Names the first value that does not decode: Arrow takes any bytes for a string."""
+    for name in table.column_names:
+        for row, value in enumerate(table[name], start=1):
+            try:
+                value.as_py()
+            except UnicodeDecodeError as error:
+                return DataError(f"{where}: row {row}: column {name!r} is not valid UTF-8: {_one_line(error)}")
+    raise AssertionError("one of the values did not decode")
 
 
 def _read_directory(path: Path, split: str, where: str) -> Table:
@@ -192,7 +249,10 @@ def _read_directory(path: Path, split: str, where: str) -> Table:
                 f"one, such as {path / saved[0] if saved else path}"
             )
         loaded = loaded[split]
-    table = loaded.with_format(None).to_dict()
+    try:
+        table = loaded.with_format(None).to_dict()
+    except UnicodeDecodeError as error:
+        raise _not_utf8(loaded.with_format("arrow")[:], where) from error
     assert isinstance(table, dict), "only a batched to_dict gives an iterator"
     return table
 
@@ -253,35 +313,38 @@ def _with_system_prompt(chat: Chat, system_prompt: str | None) -> Chat:
     return [{"role": "system", "content": system_prompt}, *chat]
 
 
-def _render(chats: list[Chat], tokenizer: "PreTrainedTokenizerBase", where: str) -> list[str]:
+def _render(chats: list[Chat], config: DataConfig, tokenizer: "PreTrainedTokenizerBase", where: str) -> list[str]:
     if tokenizer.chat_template is None:
         raise DataError(
             f"{where}: chat prompts need a chat template, and the tokenizer of model.path has none; use an instruct "
             "model, add a chat_template.jinja to its directory, or make the prompts plain strings"
         )
+    kwargs = config.chat_template_kwargs
+    check_template_kwargs(kwargs, tokenizer)
     texts: list[str] = []
     for row, chat in enumerate(chats, start=1):
         try:
-            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            text = render_chat(tokenizer, chat, date=config.date, add_generation_prompt=True, kwargs=kwargs)
         except Exception as error:  # a template may raise anything, by its own raise_exception too
             raise DataError(f"{where}: row {row}: the model's chat template refuses it: {_one_line(error)}") from error
-        assert isinstance(text, str)
         texts.append(text)
     return texts
 
 
 def _tokenize(texts: list[str], tokenizer: "PreTrainedTokenizerBase", *, add_special_tokens: bool) -> list[np.ndarray]:
-    """int32 token ids of each text."""
+    """int32 token ids of each text, with one BOS where special tokens are added, even if the text spells it too."""
     token_ids: list[np.ndarray] = []
     for start in range(0, len(texts), TOKENIZE_ROWS):
         chunk = texts[start : start + TOKENIZE_ROWS]
         encoded = tokenizer(chunk, add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False)
-        token_ids.extend(np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"])
+        for ids in encoded["input_ids"]:
+            single = drop_second_bos(ids, tokenizer) if add_special_tokens else ids
+            token_ids.append(np.asarray(single, dtype=np.int32))
     return token_ids
 
 
 def _fit_length(whole: PromptSet, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", where: str) -> PromptSet:
-    """Without the over-long prompts, or with only their last ``data.max_prompt_tokens`` tokens."""
+    """Without the over-long prompts, or with only their last tokens, behind the BOS that a prompt begins with."""
     limit = config.max_prompt_tokens
     lengths = [len(ids) for ids in whole.token_ids]
     if 0 in lengths:
@@ -292,9 +355,9 @@ def _fit_length(whole: PromptSet, config: DataConfig, tokenizer: "PreTrainedToke
     if num_overlong == 0:
         return whole
     if config.overlong_prompts == "truncate":
-        token_ids = [ids[-limit:] for ids in whole.token_ids]
+        token_ids = [_truncated(ids, limit, tokenizer) for ids in whole.token_ids]
         texts = [
-            str(tokenizer.decode(ids)) if length > limit else text
+            _truncated_text(text, ids, tokenizer) if length > limit else text
             for text, ids, length in zip(whole.texts, token_ids, lengths, strict=True)
         ]
         report = replace(whole.report, num_truncated=num_overlong)
@@ -305,14 +368,27 @@ def _fit_length(whole: PromptSet, config: DataConfig, tokenizer: "PreTrainedToke
             f"{where}: no prompt is left: all {len(lengths)} are longer than data.max_prompt_tokens={limit} (the "
             f"shortest has {min(lengths)}); raise it, or set data.overlong_prompts=truncate"
         )
-    return PromptSet(
-        source=whole.source,
+    return replace(
+        whole,
         texts=[whole.texts[row] for row in kept],
         token_ids=[whole.token_ids[row] for row in kept],
         chats=None if whole.chats is None else [whole.chats[row] for row in kept],
         columns={name: [column[row] for row in kept] for name, column in whole.columns.items()},
         report=replace(whole.report, num_dropped=num_overlong),
     )
+
+
+def _truncated(ids: np.ndarray, limit: int, tokenizer: "PreTrainedTokenizerBase") -> np.ndarray:
+    if len(ids) <= limit:
+        return ids
+    num_kept = 1 if ids[0] == tokenizer.bos_token_id else 0
+    return np.concatenate([ids[:num_kept], ids[len(ids) - limit + num_kept :]])
+
+
+def _truncated_text(text: str, ids: np.ndarray, tokenizer: "PreTrainedTokenizerBase") -> str:
+    """What is left of ``text``, with BOS only where the text itself spelt it."""
+    bos_is_ours = ids[0] == tokenizer.bos_token_id and not text.startswith(str(tokenizer.bos_token))
+    return str(tokenizer.decode(ids[1:] if bos_is_ours else ids))
 
 
 def _one_line(error: BaseException) -> str:

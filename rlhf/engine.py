@@ -25,7 +25,8 @@ from rlhf.weights import gathered_state_dict
 
 LossFn = Callable[[Any, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
 """(model output, its micro-batch on the same device) -> (loss, stats): sums, which simply add up over micro-batches and
-ranks, but for a stat whose name ends in ``_max``, of which the largest is kept. It should not wait for the device: below ZeRO-3, whose backward waits anyway, the host then works ahead."""
+ranks, but for a stat whose name ends in ``_max``, of which the largest is kept. It should not wait for the device:
+below ZeRO-3, whose backward waits anyway, the host then works ahead."""
 
 DUMMY_TOKENS = 2  # a rank without a sequence in some round runs this many tokens at zero weight
 
@@ -256,7 +257,11 @@ class Engine:
             self.engine.save_checkpoint(directory, tag="engine", client_state={"rng": torch.get_rng_state()})
 
     def load(self, directory: str) -> None:
-        """Reads what ``save`` wrote. Raises CheckpointError where it does not fit."""
+        """Reads what ``save`` wrote. Raises CheckpointError where it does not fit.
+
+        Learning rate, its schedule, weight decay and the gradient clip are this engine's own; DeepSpeed brings back
+        those of the engine that saved.
+        """
         if not Path(directory, "engine").is_dir():
             raise CheckpointError(f"{directory}: holds no engine checkpoint; delete it or set checkpoint.resume=none")
         try:
@@ -269,6 +274,23 @@ class Engine:
             ) from error
         assert client_state is not None
         torch.set_rng_state(client_state["rng"])
+        self._apply_settings()
+
+    def _apply_settings(self) -> None:
+        """What may differ from the run that wrote the checkpoint; where nothing does, this changes no bit."""
+        settings = self.config.optimizer
+        schedule: Any = self.engine.lr_scheduler
+        wrapper: Any = self.engine.optimizer  # of ZeRO or bfloat16: its groups are those of the optimizer inside
+        schedule.base_lrs = [settings.learning_rate] * len(self._optimizer.param_groups)
+        schedule._last_lr = [settings.learning_rate * factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
+        for group, rate in zip(self._optimizer.param_groups, schedule._last_lr, strict=True):
+            group |= {
+                "lr": rate,
+                "initial_lr": settings.learning_rate,
+                "weight_decay": settings.weight_decay,
+            }
+        if hasattr(wrapper, "clip_grad"):
+            wrapper.clip_grad = settings.max_grad_norm
 
     def save_model(self, directory: str) -> None:
         """Writes a Hugging Face directory (rank 0 writes; all ranks call it)."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlhf.batch import Rollout, TrainBatch, merge_scores
+from rlhf.chat import drop_second_bos, render_chat
 from rlhf.errors import ConfigError, RewardError
 from rlhf.models import PackedModel, PolicyModel, ScalarModel, packed_inputs
 from rlhf.packing import plan_micro_batches, prompt_units, worth_sharing
@@ -69,12 +70,15 @@ class RewardModel:
         max_tokens: int,
         token_budget: int,
         device: torch.device,
+        date: str | None = None,
         compiled: bool = False,
         probe_key: str | None = None,
     ) -> None:
-        """``path``: where its tokenizer is; ``max_tokens``: per text; the last two: see FrozenScorer."""
+        """``path``: where its tokenizer is; ``max_tokens``: per text; ``date``: see ``render_chat``; the last two: see
+        FrozenScorer."""
         self._path = path
         self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self._date = date
         self._max_tokens = min(max_tokens, token_budget - 1)  # last_token_batch appends one
         self._scorer = FrozenScorer(
             model, token_budget=token_budget, device=device, compiled=compiled, probe_key=probe_key
@@ -103,18 +107,20 @@ class RewardModel:
                 "reward.model.path: the prompts are chats, but its tokenizer has no chat template; add one"
             )
         whole = prompt.text if prompt.messages is None else prompt.messages
-        return truncate_tail(answer_tokens(self.tokenizer, whole, text), self._max_tokens)
+        return truncate_tail(answer_tokens(self.tokenizer, whole, text, date=self._date), self._max_tokens)
 
 
-def answer_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, str]], answer: str) -> list[int]:
+def answer_tokens(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, str]], answer: str, *, date: str | None = None
+) -> list[int]:
     """What a reward model reads of a prompt, plain or a chat, and an answer to it: the same in training as in use.
 
-    A chat needs a tokenizer with a chat template.
+    A chat needs a tokenizer with a chat template; ``date``: see ``render_chat``.
     """
     if isinstance(prompt, str):
-        return tokenizer(prompt + answer, verbose=False)["input_ids"]  # type: ignore[return-value]
-    messages = [*prompt, {"role": "assistant", "content": answer}]
-    return tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]  # type: ignore[index,return-value]
+        return list(drop_second_bos(tokenizer(prompt + answer, verbose=False)["input_ids"], tokenizer))  # type: ignore[arg-type]
+    text = render_chat(tokenizer, [*prompt, {"role": "assistant", "content": answer}], date=date)
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[return-value]
 
 
 def truncate_tail(ids: Any, max_tokens: int) -> list[int]:

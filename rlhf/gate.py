@@ -1,8 +1,8 @@
 """The gate between sampling and training: do the rollout workers sample from the weights that the learner has?
 
-Checksums prove that the bytes of a weight version arrived; that the engine computes with them, and computes the same, is
-seen only in what it says. So some completions of every step carry the sampler's log-probabilities, and the learner's own
-are compared with them. (Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training.)
+Checksums prove that the bytes of a weight version arrived; that the engine computes with them, and computes the same,
+is seen only in what it says. So some completions of every step carry the sampler's log-probabilities, and the learner's
+own are compared with them. (Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training.)
 """
 
 from collections.abc import Mapping

@@ -4,6 +4,7 @@ A pair is a prompt with two answers, of which one was preferred, and optionally 
 that names the key, the source and the line.
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ import numpy as np
 import torch
 
 from rlhf.batch import TrainBatch
+from rlhf.chat import Chat, parse_date
 from rlhf.config import PreferenceDataConfig
-from rlhf.data import TASK_PREFIX, Chat, plain_messages, prompt_problem, read_json_lines
+from rlhf.data import TASK_PREFIX, plain_messages, prompt_problem, read_json_lines
 from rlhf.errors import ConfigError, DataError
 from rlhf.frozen import answer_tokens, last_token_batch, truncate_tail
 from rlhf.tasks import Row, Split, task_rows
@@ -60,6 +62,14 @@ class PreferenceSet:
     pairs: list[Pair]
     num_truncated: int  # texts of which only the last data.max_tokens tokens are left
 
+    def fingerprint(self) -> str:
+        """Hex digest of all pairs' tokens and margins, in order."""
+        digest = hashlib.sha256()
+        for pair in self.pairs:
+            digest.update(f"{len(pair.chosen)} {len(pair.rejected)} {pair.margin!r};".encode())
+            digest.update(pair.chosen.tobytes() + pair.rejected.tobytes())
+        return digest.hexdigest()[:16]
+
     def summary(self) -> str:
         """One line for the log."""
         longest = max(len(ids) for pair in self.pairs for ids in (pair.chosen, pair.rejected))
@@ -78,6 +88,8 @@ def load_preferences(
     pair, ConfigError where ``config`` does not fit it.
     """
     where = f"data.{split}={source}"
+    if config.date is not None:
+        parse_date(config.date)
     max_rows = config.eval_size if split == "eval" else None
     if source.startswith(TASK_PREFIX):
         name = source.removeprefix(TASK_PREFIX)
@@ -88,7 +100,8 @@ def load_preferences(
         raise DataError(f"{where}: holds no preference pairs")
     pairs, num_truncated = [], 0
     for preference in found:
-        pair = [_tokenise(preference, answer, tokenizer) for answer in (preference.chosen, preference.rejected)]
+        answers = (preference.chosen, preference.rejected)
+        pair = [_tokenise(preference, answer, tokenizer, config.date) for answer in answers]
         num_truncated += sum(len(ids) > config.max_tokens for ids in pair)
         chosen, rejected = (np.asarray(truncate_tail(ids, config.max_tokens), dtype=np.int32) for ids in pair)
         pairs.append(Pair(chosen, rejected, preference.margin))
@@ -135,7 +148,7 @@ def _answer(value: Any, key: str, where: str) -> str:
     raise DataError(f"{where}: {key} must be a string, or a list of one assistant message; it is {str(value)[:80]!r}")
 
 
-def _tokenise(preference: Preference, answer: str, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+def _tokenise(preference: Preference, answer: str, tokenizer: "PreTrainedTokenizerBase", date: str | None) -> list[int]:
     prompt, where = preference.prompt, preference.where
     if not isinstance(prompt, str) and tokenizer.chat_template is None:
         raise DataError(
@@ -143,7 +156,7 @@ def _tokenise(preference: Preference, answer: str, tokenizer: "PreTrainedTokeniz
             "model, add a chat_template.jinja to its directory, or make the prompts plain strings"
         )
     try:
-        ids = answer_tokens(tokenizer, prompt, answer)
+        ids = answer_tokens(tokenizer, prompt, answer, date=date)
     except Exception as error:  # a chat template may raise anything, by its own raise_exception too
         raise DataError(f"{where}: does not tokenise: {' '.join(str(error).split())}") from error
     if not ids:

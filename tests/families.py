@@ -28,6 +28,7 @@ SMALL: dict[str, Any] = {
 }
 MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 SQUARE = {"hidden_size": 128}  # for families whose heads must fill the width
+TIED = {"tie_word_embeddings": True}  # for families that vLLM knows no other way
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10_000.0,
@@ -39,13 +40,13 @@ LONGROPE = {
 # name -> (model type, what its configuration says beside SMALL)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
-    "qwen2": ("qwen2", {}),
-    "qwen2-window": ("qwen2", {"use_sliding_window": True, **MIXED}),
+    "qwen2": ("qwen2", SQUARE),
+    "qwen2-window": ("qwen2", {**SQUARE, "use_sliding_window": True, **MIXED}),
     "qwen3": ("qwen3", {}),
     "mistral": ("mistral", {}),
-    "gemma": ("gemma", {}),
-    "gemma2": ("gemma2", {**MIXED, "query_pre_attn_scalar": 32}),
-    "gemma3": ("gemma3_text", {**MIXED, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
+    "gemma": ("gemma", TIED),
+    "gemma2": ("gemma2", {**MIXED, **TIED, "query_pre_attn_scalar": 32}),
+    "gemma3": ("gemma3_text", {**MIXED, **TIED, "query_pre_attn_scalar": 32}),
     "phi": ("phi", SQUARE),
     "phi3": ("phi3", SQUARE),
     "phi3-longrope": ("phi3", {**SQUARE, "rope_parameters": LONGROPE, "sliding_window": None}),
@@ -60,8 +61,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "hyperclovax": ("hyperclovax", {**SQUARE, "logits_scaling": 0.5}),
-    "cohere": ("cohere", {**SQUARE, "logit_scale": 0.5}),
-    "cohere2": ("cohere2", {**SQUARE, **MIXED, "logit_scale": 0.5}),
+    "cohere": ("cohere", {**SQUARE, **TIED, "logit_scale": 0.5}),
+    "cohere2": ("cohere2", {**SQUARE, **TIED, "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "logit_scale": 0.5}),
     "olmo": ("olmo", SQUARE),
     "olmo2": ("olmo2", SQUARE),
     "olmo3": ("olmo3", {**SQUARE, **MIXED}),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from actors.reward import RewardActor
 from actors.roles import RewardGroup
 from jobs.train import train
 from rlhf.batch import Prompt, Rollout
-from rlhf.errors import ActorError, DeadlineError
+from rlhf.errors import ActorError, CheckpointError, ConfigError, DeadlineError
 
 pytestmark = pytest.mark.ray
 
@@ -66,12 +67,18 @@ def test_grpo_learns_and_leaves_a_whole_run_directory(ray_session, tiny_config) 
     assert (completion % 2 == 0).float().mean() > 0.75, "the saved model is the one that learned"
 
 
-def test_resumed_run_repeats_the_uninterrupted_one(ray_session, tiny_config) -> None:
+def test_resumed_run_repeats_the_uninterrupted_one(ray_session, tiny_config, capfd) -> None:
     whole, parts = tiny_config("num_steps=4"), tiny_config("num_steps=2", "checkpoint.every_steps=1")
     train(whole)
     train(parts)
-    resumed = tiny_config("num_steps=4", f"run_dir={parts.run_dir}")
+    resumed = tiny_config("num_steps=4", f"run_dir={parts.run_dir}", f"name={parts.name}")
+    with pytest.raises(CheckpointError, match=r"step-000002 is of another run: seed 0 -> 1"):
+        train(replace(resumed, seed=1))
     train(resumed)
+    expected = "checkpoints/step-000002 (of 2); changed: num_steps 2 -> 4, checkpoint.every_steps 1 -> 0\n"
+    assert expected in capfd.readouterr().out
+    with pytest.raises(ConfigError, match=r"already holds step 4 of 4; raise num_steps"):
+        train(resumed)
     expected = lines(Path(whole.run_dir) / "metrics.jsonl")
     actual = lines(Path(parts.run_dir) / "metrics.jsonl")
     assert [m["step"] for m in actual] == [1, 2, 3, 4]

@@ -1,6 +1,7 @@
 """Prompts: sources, templates, lengths, the resumable stream, and every error's key part."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +153,26 @@ def test_the_system_prompt_is_given_to_chats_that_have_none(tmp_path: Path, toke
     assert second.text.startswith("<bos>system: default\n")
 
 
-def test_a_system_prompt_needs_chats(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    message = error_of(ConfigError, save_as("jsonl", tmp_path), tokenizer, system_prompt="be brief")
-    assert "data.system_prompt needs chat prompts" in message
+@pytest.mark.parametrize(("key", "value"), [("system_prompt", "be brief"), ("chat_template_kwargs", {"x": 1})])
+def test_what_is_for_chats_needs_chats(
+    key: str, value: Any, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    message = error_of(ConfigError, save_as("jsonl", tmp_path), tokenizer, **{key: value})
+    assert f"data.{key} needs chat prompts" in message
     assert "unset it, or make every prompt a list" in message
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_the_template_gets_its_arguments_and_the_date(split: str, tmp_path: Path) -> None:
+    template = "{{ strftime_now('%Y') }} {{ messages[0].content }}{% if enable_thinking is false %} quick{% endif %}"
+    source = write_jsonl(tmp_path / "p.jsonl", [{"prompt": [{"role": "user", "content": "hi"}]}])
+    thinking = {"enable_thinking": False}
+    tokenizer = make_tokenizer(template)
+    assert load(source, tokenizer, split, date="1999-12-31").texts == ["1999 hi"]
+    assert load(source, tokenizer, split, date="1999-12-31", chat_template_kwargs=thinking).texts == ["1999 hi quick"]
+    message = error_of(ConfigError, source, tokenizer, split, chat_template_kwargs={"add_generation_prompt": False})
+    assert "data.chat_template_kwargs.add_generation_prompt collides" in message
+    assert "data.date=tomorrow is no date" in error_of(ConfigError, source, tokenizer, split, date="tomorrow")
 
 
 def test_chats_need_a_chat_template(tmp_path: Path) -> None:
@@ -187,12 +204,33 @@ def test_overlong_prompts_are_dropped_with_their_columns(tmp_path: Path, tokeniz
     assert "2 prompts of 4 rows (2 over-long dropped, 0 truncated), the longest had 31 tokens" in prompts.summary()
 
 
-def test_truncation_keeps_the_last_tokens(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_truncation_keeps_bos_and_the_last_tokens(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     source = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "0123456789"}, {"prompt": "ab"}])
     prompts = load(source, tokenizer, max_prompt_tokens=4, overlong_prompts="truncate")
-    assert prompts.texts == ["6789", "ab"]
-    assert prompts.all()[0].token_ids == tokenizer("6789", add_special_tokens=False)["input_ids"]
+    assert prompts.texts == ["789", "ab"]
+    assert prompts.all()[0].token_ids == tokenizer("789")["input_ids"]
+    assert prompts.all()[0].token_ids[0] == tokenizer.bos_token_id
     assert prompts.report == PromptReport(num_rows=2, num_dropped=0, num_truncated=1, longest=11)
+
+
+@pytest.mark.parametrize(("template", "expected"), [(TEMPLATE, "<bos>assistant:"), (TEMPLATE[5:], "\nassistant:")])
+def test_a_truncated_chat_keeps_the_bos_of_its_template(tmp_path: Path, template: str, expected: str) -> None:
+    tokenizer = make_tokenizer(template)
+    source = write_jsonl(tmp_path / "p.jsonl", [{"prompt": [{"role": "user", "content": "z" * 30}]}])
+    limit = len(tokenizer(expected, add_special_tokens=False)["input_ids"])
+    (prompt,) = load(source, tokenizer, max_prompt_tokens=limit, overlong_prompts="truncate").all()
+    assert prompt.text == expected
+    assert prompt.token_ids == tokenizer(expected, add_special_tokens=False)["input_ids"]
+
+
+def test_a_plain_prompt_that_spells_bos_gets_no_second_one(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    source = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "<bos>user: hi"}, {"prompt": "user: hi"}])
+    rendered, plain = load(source, tokenizer).all()
+    assert rendered.text == "<bos>user: hi"
+    assert rendered.token_ids == plain.token_ids == tokenizer("user: hi")["input_ids"]
+    rendered, plain = load(source, tokenizer, max_prompt_tokens=3, overlong_prompts="truncate").all()
+    assert rendered.token_ids == plain.token_ids
+    assert (rendered.text, plain.text) == ("<bos>hi", "hi")
 
 
 def test_no_prompt_left_is_an_error(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -210,6 +248,10 @@ def test_no_prompt_left_is_an_error(tmp_path: Path, tokenizer: PreTrainedTokeniz
         (b'{"prompt": "a"}\n{"prompt": \n', "p.jsonl: line 2 is not valid JSON"),
         (b'{"prompt": "a"}\n\n{"prompt": "\xff"}\n', "p.jsonl: line 3 is not valid JSON"),
         (b'["a"]\n', "p.jsonl: line 1 is a list; every line must be an object"),
+        (b'{"prompt": "a"}\n\n{"prompt": "\\ud83d!"}\n', 'line 3 has "\\ud83d", half of a surrogate pair'),
+        (b'{"prompt": "a", "x": [{"\\udc00": 1}]}\n', 'line 1 has "\\udc00", half of a surrogate pair'),
+        (b'{"prompt": "a"}\n{"x": ' + b"[" * 100_000 + b"\n", "line 2 is nested more than 100 levels deep"),
+        (b'{"x": ' + b"[" * 100 + b"]" * 100 + b"}\n", "line 1 is nested more than 100 levels deep"),
         (b"", "p.jsonl: holds no rows"),
         (b'{"text": "a", "answer": 1}\n', "has no column 'prompt'; set data.prompt_column to one of text, answer"),
         (b'{"prompt": "a", "completions": 1}\n', "rename column 'completions', it would hide an argument"),
@@ -235,6 +277,36 @@ def test_what_is_wrong_with_a_jsonl_file(
     text = error_of(DataError, str(path), tokenizer)
     assert text.startswith(f"data.train={path}: ")
     assert message in text
+
+
+def test_whole_surrogate_pairs_and_moderate_nesting_are_fine(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(
+        b'{"prompt": "\\ud83d\\ude00", "x": ' + b"[" * 99 + b"]" * 99 + b', "y": "[[[[' + b"{" * 99 + b'"}'
+    )
+    prompts = load(str(path), tokenizer)
+    assert prompts.texts == ["\N{GRINNING FACE}"]
+    pickle.dumps(prompts)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "dataset"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_bytes_that_are_no_text_are_named(
+    kind: str, nested: bool, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    strings = pa.array([b"good", b"b\xffd"]).view(pa.string())
+    answers = pa.ListArray.from_arrays(pa.array([0, 1, 2]), strings) if nested else strings
+    table = pa.table({"prompt": ["a", "b"], "answer": answers})
+    source = str(tmp_path / "rows.parquet")
+    if kind == "parquet":
+        parquet.write_table(table, source)
+    else:
+        source = str(tmp_path / "saved")
+        datasets.Dataset(table).save_to_disk(source)
+    message = error_of(DataError, source, tokenizer)
+    assert message.startswith(f"data.train={source}: row 2: column 'answer' is not valid UTF-8: ")
 
 
 def test_what_cannot_be_read(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -1,4 +1,4 @@
-"""The schedule of the learning rate, by hand; and parked optimiser state changes nothing."""
+"""The schedule of the learning rate, by hand; parked optimiser state changes nothing; loading takes new settings."""
 
 import json
 import os
@@ -31,8 +31,8 @@ def test_lr_factor(settings: dict[str, object], expected: list[float]) -> None:
     assert factors(4, **settings) == expected
 
 
-# One process with a process group of its own: argv is the model, a directory, and the ZeRO stage.
-TRAIN_PARKED_AND_NOT = """
+# One process with a process group of its own: argv is the model and a directory, then what the script says.
+ENGINES = """
 import json, sys, torch
 from rlhf.config import LearnerConfig, OptimizerConfig
 from rlhf.engine import Engine, init_distributed
@@ -40,31 +40,36 @@ from rlhf.models import load_policy
 from rlhf.weights import gathered_state_dict
 from benchmarks.bench_learner import ragged_batch
 
-model, out, stage = sys.argv[1], sys.argv[2], int(sys.argv[3])
+model, out = sys.argv[1], sys.argv[2]
 cpu = torch.device("cpu")
 init_distributed(cpu, 60)
-config = LearnerConfig(zero_stage=stage, optimizer=OptimizerConfig(learning_rate=1e-2))
 
-def make():
+def make(stage, total_steps=9, learning_rate=1e-2, **settings):
+    config = LearnerConfig(zero_stage=stage, optimizer=OptimizerConfig(learning_rate=learning_rate, **settings))
     load = lambda: load_policy(model, dtype=torch.float32, temperature=1.0, chunk_tokens=64)
-    return Engine(load, config, dtype=torch.float32, device=cpu, total_steps=9)
+    return Engine(load, config, dtype=torch.float32, device=cpu, total_steps=total_steps)
 
 def step(engine):
     batch = ragged_batch(8, 4, 6, 12, 500)
-    engine.step([batch], lambda output, _: (-output[0].sum() / 50, {"entropy": output[1].mean()}))
-    return batch
+    metrics = engine.step([batch], lambda output, _: (-output[0].sum() / 50, {"entropy": output[1].mean()}))
+    return batch, metrics
 
 def weights(engine):
     engine.release_gathered()
     return gathered_state_dict(engine.model)
+"""
+
+# argv[3]: the ZeRO stage
+TRAIN_PARKED_AND_NOT = """
+stage = int(sys.argv[3])
 
 def held(engine):
     return sum(t.untyped_storage().nbytes() for t in engine._optimizer_tensors())
 
-plain, parked = make(), make()
+plain, parked = make(stage), make(stage)
 parked.park_optimizer()
 for _ in range(3):
-    batch = step(plain)
+    batch, _ = step(plain)
     parked.unpark_optimizer()
     step(parked)
     before = held(parked)
@@ -74,7 +79,7 @@ for _ in range(3):
     assert torch.equal(*scores), "a parked learner scores as before"
 parked.save(out + "/checkpoint")
 assert held(parked) == 0, "saving leaves it parked"
-resumed = make()
+resumed = make(stage)
 resumed.load(out + "/checkpoint")
 parked.unpark_optimizer()
 for engine in (plain, parked, resumed):
@@ -89,14 +94,59 @@ with open(out + "/held.json", "w") as file:
 """
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_parked_optimiser_changes_nothing(tiny_model_dir: Path, tmp_path: Path, stage: int) -> None:
+def run_alone(script: str, *arguments: object) -> None:
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     env = os.environ | rank | {"MASTER_PORT": "0", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", TRAIN_PARKED_AND_NOT, str(tiny_model_dir), str(tmp_path), str(stage)]
+    command = [sys.executable, "-c", ENGINES + script, *map(str, arguments)]
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_parked_optimiser_changes_nothing(tiny_model_dir: Path, tmp_path: Path, stage: int) -> None:
+    run_alone(TRAIN_PARKED_AND_NOT, tiny_model_dir, tmp_path, stage)
     measured = json.loads((tmp_path / "held.json").read_text())
     per_parameter = 8 if stage == 0 else 12  # moments; master weights too, where they are not the model's own
     assert measured["held"] == pytest.approx(per_parameter * measured["parameters"], rel=0.01)
+
+
+LOAD_WITH_OTHER_SETTINGS = """
+schedule = {"schedule": "linear", "warmup_steps": 3, "weight_decay": 0.1}
+for stage in (0, 1, 2, 3):  # 3 last: transformers remembers that it is on
+    first = make(stage, **schedule)
+    for _ in range(4):
+        step(first)
+    first.save(f"{out}/{stage}")
+    _, straight = step(first)
+
+    same = make(stage, **schedule)
+    same.load(f"{out}/{stage}")
+    _, resumed = step(same)
+    assert resumed == straight, (stage, resumed, straight)
+    expected = weights(first)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(same).items()), stage
+
+    longer = make(stage, total_steps=15, learning_rate=5e-3, max_grad_norm=0.25, **schedule)
+    longer.load(f"{out}/{stage}")
+    for done in (1, 2):  # of the 12 steps that the linear schedule takes down to zero, after 3 of warm-up
+        metrics = step(longer)[1]
+        assert abs(metrics["learning_rate"] - 5e-3 * (1 - done / 12)) < 1e-12, (stage, metrics)
+    assert stage == 0 or longer.engine.optimizer.clip_grad == 0.25
+
+    still = make(stage, learning_rate=1e-30)  # no weight decay either: what moves a weight now is an old setting
+    still.load(f"{out}/{stage}")
+    before = {name: tensor.clone() for name, tensor in weights(still).items()}
+    assert step(still)[1]["learning_rate"] == 1e-30
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(still).items()), stage
+
+    decays = make(stage, learning_rate=1e-30, weight_decay=5e29)
+    decays.load(f"{out}/{stage}")
+    step(decays)
+    for name, tensor in weights(decays).items():  # AdamW: w <- (1 - learning rate x weight decay) w
+        torch.testing.assert_close(tensor, before[name] / 2, rtol=1e-6, atol=0)
+"""
+
+
+def test_loading_takes_the_new_settings_and_repeats_the_old_ones(tiny_model_dir: Path, tmp_path: Path) -> None:
+    run_alone(LOAD_WITH_OTHER_SETTINGS, tiny_model_dir, tmp_path)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from rlhf.config import PreferenceDataConfig
 from rlhf.errors import ConfigError, DataError
@@ -36,6 +37,22 @@ def test_plain_and_chat_pairs_are_tokenised_as_the_reward_model_reads_them(tmp_p
     messages = [*CHAT["prompt"], {"role": "assistant", "content": "5"}]
     assert tiny_tokenizer.decode(chat.rejected) == tiny_tokenizer.apply_chat_template(messages, tokenize=False)
     assert chat.margin == 0.5
+
+
+def test_the_template_is_told_the_run_s_date(tmp_path: Path, tiny_model_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    tokenizer.chat_template = "{{ strftime_now('%Y-%m-%d') }}" + tokenizer.chat_template
+    (pair,) = load(write(tmp_path, CHAT), tokenizer, date="2001-02-03").pairs
+    assert tokenizer.decode(pair.chosen).startswith("2001-02-03user: What is 2 + 2?")
+    assert load(write(tmp_path, CHAT), tokenizer, date="2001-02-04").pairs[0].chosen.tolist() != pair.chosen.tolist()
+    with pytest.raises(ConfigError, match=r"data\.date=3 February is no date"):
+        load(write(tmp_path, CHAT), tokenizer, date="3 February")
+
+
+def test_a_fingerprint_follows_tokens_order_and_margins(tmp_path: Path, tiny_tokenizer) -> None:
+    rows = [[PLAIN, CHAT], [CHAT, PLAIN], [PLAIN, CHAT | {"margin": 0.25}], [PLAIN], [PLAIN, CHAT]]
+    prints = [load(write(tmp_path, *of), tiny_tokenizer).fingerprint() for of in rows]
+    assert len(set(prints)) == 4 and prints[0] == prints[4]
 
 
 def test_the_end_of_a_long_text_is_kept(tmp_path: Path, tiny_tokenizer) -> None:

@@ -1,0 +1,88 @@
+"""Chats and plain prompts as a tokenizer turns them into text and tokens, the same way wherever that is done."""
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from rlhf.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Chat = list[dict[str, str]]
+
+DATE_FUNCTION = "strftime_now"  # what a template calls for today's date
+# What data.chat_template_kwargs must not name: the arguments of apply_chat_template and of the renderer behind it that
+# are ours or that change more than the template's text.
+RESERVED = {
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "conversations",
+    "max_length",
+    "messages",
+    "padding",
+    "raise_exception",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tokenizer_kwargs",
+    "truncation",
+}
+
+
+def parse_date(date: str) -> datetime:
+    """Midnight of a ``data.date``. Raises ConfigError unless it is YYYY-MM-DD."""
+    try:
+        return datetime.strptime(date, "%Y-%m-%d")
+    except ValueError as error:
+        raise ConfigError(f"data.date={date} is no date; write it as YYYY-MM-DD, such as 2026-01-31") from error
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Raises ConfigError where one of ``data.chat_template_kwargs`` would collide, or the template never reads it."""
+    for name in kwargs:
+        if name == DATE_FUNCTION:
+            raise ConfigError(f"data.chat_template_kwargs.{name} is what data.date sets; use that")
+        if name in RESERVED:
+            raise ConfigError(
+                f"data.chat_template_kwargs.{name} collides with an argument that is passed to the template already; "
+                "remove it"
+            )
+        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            raise ConfigError(
+                f"data.chat_template_kwargs.{name}: the chat template of model.path never reads {name!r}; correct the "
+                "name, or remove it"
+            )
+
+
+def render_chat(
+    tokenizer: "PreTrainedTokenizerBase",
+    chat: Sequence[Mapping[str, str]],
+    *,
+    date: str | None,
+    add_generation_prompt: bool = False,
+    kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    """The chat through the tokenizer's own template. A template may raise anything.
+
+    ``date`` (YYYY-MM-DD, None: today) is what a template that asks for today's date is told. ``kwargs`` are as
+    ``check_template_kwargs`` allows them.
+    """
+    passed = dict(kwargs or {})
+    if DATE_FUNCTION in str(tokenizer.chat_template):  # a render argument hides jinja's global of the same name
+        passed[DATE_FUNCTION] = (parse_date(date) if date else datetime.now()).strftime
+    text = tokenizer.apply_chat_template(
+        [dict(message) for message in chat], tokenize=False, add_generation_prompt=add_generation_prompt, **passed
+    )
+    assert isinstance(text, str)
+    return text
+
+
+def drop_second_bos(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> Sequence[int]:
+    """The ids of a plain text without the BOS that the tokenizer put before a text that begins with one itself."""
+    bos = tokenizer.bos_token_id
+    return ids[1:] if bos is not None and list(ids[:2]) == [bos, bos] else ids

@@ -1,0 +1,258 @@
+"""Whether a run may go on from a checkpoint: what the run is now, compared key by key with what it was then.
+
+A checkpoint holds the configuration of its run, and fingerprints of what the configuration only points to: the
+tokenizer, the shapes of the models that learn, and the data. ``RULES`` says of every key whether it may differ.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rlhf.checkpoint import read_state
+from rlhf.config import Config, RewardTrainingConfig
+from rlhf.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is done about keys that differ: ``tell`` lists them, ``refuse`` ends the run, ``ignore`` says nothing.
+
+    ``section.*`` stands for every key of a section that has no rule of its own. What is said of ``learner`` holds for
+    ``critic``.
+    """
+
+    action: Literal["tell", "refuse", "ignore"]
+    reason: str
+    keys: str  # with spaces between them
+
+
+RULES = (
+    Rule("ignore", "says where to start from, not what the run is", "checkpoint.resume"),
+    Rule(
+        "tell",
+        "how long the run is, what it is called, and what is recorded of it",
+        """
+        name run_dir num_steps num_epochs eval_every_steps data.eval data.eval_size checkpoint.* checks.* tracking.*
+        """,
+    ),
+    Rule(
+        "tell",
+        "where and how fast things are computed, not what",
+        """
+        placement.* ray.* timeouts.* model.trust_remote_code
+        learner.micro_batch_tokens learner.logits_chunk_tokens learner.cpus_per_rank learner.compile
+        learner.gradient_checkpointing learner.offload_when_idle learner.float32_gradients
+        reference.num_ranks reference.micro_batch_tokens reference.cpus_per_rank
+        reward.num_workers reward.function_timeout_s
+        reward.model.num_ranks reward.model.micro_batch_tokens reward.model.cpus_per_rank
+        rollout.num_workers rollout.extra_kinds rollout.autoscale.* rollout.max_failures rollout.tensor_parallel_size
+        rollout.gpu_memory_fraction rollout.cpu_kv_cache_mib rollout.max_num_seqs rollout.enforce_eager
+        rollout.weight_bucket_mib rollout.engine_args rollout.cpus_per_worker rollout.logprobs
+        """,
+    ),
+    Rule(
+        "tell",
+        "Engine.load sets them anew",
+        """
+        learner.optimizer.learning_rate learner.optimizer.schedule learner.optimizer.warmup_steps
+        learner.optimizer.weight_decay learner.optimizer.max_grad_norm
+        """,
+    ),
+    Rule(
+        "tell",
+        "changes what is learnt from here on; what the checkpoint holds means the same",
+        """
+        algorithm.beta algorithm.kl_horizon algorithm.gamma algorithm.lam algorithm.value_clip algorithm.reward_clip
+        algorithm.epsilon_low algorithm.epsilon_high algorithm.delta algorithm.dual_clip algorithm.entropy_coef
+        algorithm.mask_truncated_completions algorithm.missing_eos_penalty algorithm.top_entropy_quantile
+        algorithm.rollout_correction algorithm.rollout_correction_cap algorithm.rollout_correction_floor
+        algorithm.dynamic_sampling_max_tries critic.warmup_steps center_coef
+        reference.path reward.functions reward.max_abstained
+        reward.model.path reward.model.weight reward.model.random_head reward.model.max_tokens
+        """,
+    ),
+    Rule(
+        "tell",
+        "how the policy samples from here on",
+        """
+        rollout.max_completion_tokens rollout.temperature rollout.top_p rollout.top_k rollout.stop rollout.ignore_eos
+        rollout.eval_temperature rollout.seed_requests rollout.max_staleness
+        """,
+    ),
+    Rule(
+        "tell",
+        "what is found there, or made of it, is compared instead: FINGERPRINTS",
+        """
+        model.path critic.path data.train data.task_args data.prompt_column data.system_prompt data.chat_template_kwargs
+        data.date data.max_prompt_tokens data.overlong_prompts data.max_tokens
+        """,
+    ),
+    Rule("refuse", "the order of the data and all samples follow from it", "seed data.shuffle"),
+    Rule("refuse", "the checkpoint holds weights and optimizer state of that type", "model.dtype"),
+    Rule(
+        "refuse",
+        "the optimizer's moments and the critic come from that objective",
+        """
+        algorithm.name algorithm.loss_type algorithm.scale_rewards algorithm.importance_sampling_level
+        algorithm.kl_bias_correction algorithm.kl_estimator algorithm.whiten_advantages
+        """,
+    ),
+    Rule(
+        "refuse",
+        "steps, schedule and data position are counted in such batches",
+        """
+        algorithm.prompts_per_step algorithm.group_size algorithm.num_epochs algorithm.num_minibatches batch_pairs
+        """,
+    ),
+    Rule("refuse", "the checkpoint holds the beta of the KL controller", "algorithm.kl_target"),
+    Rule(
+        "refuse",
+        "DeepSpeed loads only what the same ranks, ZeRO stage and optimizer saved",
+        "learner.num_ranks learner.zero_stage learner.offload_optimizer",
+    ),
+    Rule(
+        "refuse",
+        "the optimizer's moments were made with it, and bring it back",
+        "learner.optimizer.betas learner.optimizer.eps",
+    ),
+)
+_RULE_OF = {key: rule for rule in RULES for key in rule.keys.split()}
+PATHS = ("run_dir", "data.train", "data.eval", "model.path", "critic.path", "reference.path", "reward.model.path")
+FINGERPRINTS = {
+    "tokenizer": "vocabulary, added tokens and chat template of model.path",
+    "model": "config.json of model.path",
+    "critic": "config.json of critic.path",
+    "data": "the prompts, or pairs, of data.train as tokens",
+}
+UNSET = "unset"
+
+
+def rule_of(key: str) -> Rule | None:
+    """The rule of a key of the configuration; None for a key that nobody has thought about."""
+    section = key.rpartition(".")[0]
+    rule = _RULE_OF.get(key) or _RULE_OF.get(f"{section}.*")
+    return rule if rule or not key.startswith("critic.") else rule_of(key.replace("critic.", "learner.", 1))
+
+
+def describe_run(
+    config: Config | RewardTrainingConfig, tokenizer: "PreTrainedTokenizerBase", *, data: str, num_steps: int
+) -> dict[str, Any]:
+    """What a checkpoint says of its run, as plain JSON. ``data``: the fingerprint of the training data.
+
+    Raises ConfigError where a model has no readable config.json.
+    """
+    fingerprints = {
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "model": _shape_fingerprint(config.model.path, "model.path"),
+        "data": data,
+    }
+    if isinstance(config, Config) and config.uses_critic:
+        fingerprints["critic"] = _shape_fingerprint(config.critic.path or config.model.path, "critic.path")
+    plain = json.loads(json.dumps(asdict(config), default=str))
+    return {"config": plain, "fingerprints": fingerprints, "num_steps": num_steps}
+
+
+def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Hex digest of what decides which tokens a text or a chat becomes."""
+    added = {id: repr(token) for id, token in tokenizer.added_tokens_decoder.items()}
+    return _digest([tokenizer.get_vocab(), added, tokenizer.special_tokens_map, tokenizer.chat_template])
+
+
+def _shape_fingerprint(path: str, key: str) -> str:
+    """Hex digest of a model's config.json, on disk or on the hub, without what only says who wrote it."""
+    from transformers import PretrainedConfig
+
+    try:
+        config, _ = PretrainedConfig.get_config_dict(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}={path}: has no readable config.json ({str(error).splitlines()[0]})") from error
+    noted = ("_name_or_path", "_commit_hash", "transformers_version")
+    return _digest({name: value for name, value in config.items() if name not in noted})
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def read_run(directory: Path) -> dict[str, Any]:
+    """A checkpoint's state. Raises CheckpointError where it does not say which run it is of."""
+    state = read_state(directory)
+    if "config" not in state:
+        raise CheckpointError(
+            f"{_shown(directory)}: does not hold the configuration of its run (an older version wrote it), so nothing "
+            "can be compared; resume it with that version, or set checkpoint.resume=none"
+        )
+    return state
+
+
+def check_resume(directory: Path, state: Mapping[str, Any], run: Mapping[str, Any]) -> str:
+    """One line on what the run ``run`` goes on from, and what has changed since.
+
+    ``state``: of the checkpoint in ``directory``; ``run``: as ``describe_run`` gives it. Raises CheckpointError that
+    names every difference which makes the checkpoint mean something else.
+    """
+    told, refused = [], []
+    adapted = "beta" in state.get("algorithm", {})  # by the KL controller; the configuration's is only its start
+    for key, old, new in _differences(state["config"], run["config"]):
+        rule = rule_of("algorithm.kl_target" if adapted and key == "algorithm.beta" else key)
+        change = f"{key} {_value(old)} -> {_value(new)}"
+        if rule is None:
+            refused.append(f"{change} (a key without a rule in rlhf/resume.py)")
+        elif rule.action == "refuse":
+            refused.append(f"{change} ({rule.reason})")
+        elif rule.action == "tell":
+            told.append(change)
+    was, now = state["fingerprints"], run["fingerprints"]
+    for name, meaning in FINGERPRINTS.items():
+        if was.get(name) != now.get(name):
+            refused.append(f"{name} {was.get(name, UNSET)} -> {now.get(name, UNSET)} ({meaning})")
+    if refused:
+        also = f"; changed too: {', '.join(told)}" if told else ""
+        raise CheckpointError(
+            f"{_shown(directory)} is of another run: {', '.join(refused)}{also}; go back to the old values, or start "
+            "anew with checkpoint.resume=none and another name or run_dir"
+        )
+    changes = f"; changed: {', '.join(told)}" if told else ""
+    return f"resuming from {_shown(directory)} (of {state['num_steps']}){changes}"
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(key, value then, value now) of every key of the whole configuration that differs."""
+    before, after = dict(_leaves(old)), dict(_leaves(new))
+    for key in {**before, **after}:
+        was, now = before.get(key, UNSET), after.get(key, UNSET)
+        if was == now or (key in PATHS and _same_path(was, now)):
+            continue
+        if key.startswith("critic.") and after["algorithm.name"] != "ppo":
+            continue  # there is none
+        yield key, was, now
+
+
+def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key in full with its value. A section that is not there (null) has no keys."""
+    for name, value in section.items():
+        key = prefix + name
+        if isinstance(value, dict) and key not in _RULE_OF:
+            yield from _leaves(value, f"{key}.")
+        elif value is not None or not any(known.startswith(f"{key}.") for known in _RULE_OF):
+            yield key, value
+
+
+def _same_path(one: Any, other: Any) -> bool:
+    return isinstance(one, str) and isinstance(other, str) and Path(one).resolve() == Path(other).resolve()
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _shown(directory: Path) -> str:
+    """From here, where it lies below."""
+    here = Path.cwd()
+    return str(directory.relative_to(here) if directory.is_relative_to(here) else directory)

@@ -1,0 +1,87 @@
+"""Through a weight publish into a real vLLM engine, the supported families sample with the learner's probabilities."""
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from actors.engine_loop import WorkerSpec
+from rlhf.batch import Prompt, Rollout, pack
+from rlhf.config import RolloutConfig
+from rlhf.models import PolicyModel, load_policy, packed_inputs
+from rlhf.weights import bucket_layout, bucket_size, pack_bucket, walk_buckets
+from tests.families import FAMILIES, make_model, small_config
+from tests.vllm_child import Job
+
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLED = (
+    *("mistral", "qwen3", "gemma2", "gemma3", "phi", "phi3", "phi3-longrope", "granite"),
+    *("olmo2", "olmo3", "starcoder2", "cohere2"),
+)
+MAX_TOKENS = 64  # of prompt and completion; longer than a window, and than what LongRoPE calls short
+FP32_BOUND = 2e-4  # nats
+
+
+def policy_of(path: Path) -> PolicyModel:
+    return load_policy(
+        str(path), dtype=torch.float32, temperature=1.0, chunk_tokens=64, max_tokens=MAX_TOKENS
+    ).eval()
+
+
+def make_job(family: str, directory: Path, tokenizer: Path) -> tuple[Job, PolicyModel]:
+    """An engine that starts from one random model and is given the weights of another."""
+    config = small_config(*FAMILIES[family])
+    start = make_model(directory / "start", config, seed=0, tokenizer=tokenizer)
+    policy = policy_of(make_model(directory / "trained", config, seed=1))
+    layout = bucket_layout(policy, 1 << 16)
+    buckets = [
+        pack_bucket(specs, pieces, torch.empty(bucket_size(specs), dtype=torch.uint8)).numpy()
+        for specs, pieces in walk_buckets(policy, layout)
+    ]
+    generator = torch.Generator().manual_seed(0)
+    prompts = [Prompt(i, torch.randint(3, 500, (13 + i,), generator=generator).tolist(), "") for i in range(2)]
+    settings = RolloutConfig(max_completion_tokens=24, ignore_eos=True, max_num_seqs=8, cpu_kv_cache_mib=32)
+    spec = WorkerSpec(
+        config=settings,
+        model_path=str(start),
+        trust_remote_code=False,
+        max_model_tokens=MAX_TOKENS,
+        device="cpu",
+        colocated=False,
+        workers_on_gpu=1,
+        logprobs=True,
+        seed=0,
+    )
+    return Job(spec, layout, buckets, prompts, group_size=3), policy
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> dict[str, tuple[object, PolicyModel]]:
+    """What the engines sampled, and the learner's models, by family."""
+    directory = tmp_path_factory.mktemp("families")
+    made = {family: make_job(family, directory / family, tiny_model_dir) for family in SAMPLED}
+    jobs, results = directory / "jobs", directory / "results"
+    jobs.write_bytes(pickle.dumps({family: job for family, (job, _) in made.items()}))
+    command = [sys.executable, "-m", "tests.vllm_child", str(jobs), str(results)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=240, capture_output=True)
+    found = pickle.loads(results.read_bytes())
+    return {family: (found[family], policy) for family, (_, policy) in made.items()}
+
+
+@pytest.mark.parametrize("family", SAMPLED)
+def test_a_publish_gives_vllm_the_learners_probabilities(
+    family: str, sampled: dict[str, tuple[list[Rollout] | str, PolicyModel]]
+) -> None:
+    rollouts, policy = sampled[family]
+    assert isinstance(rollouts, list), rollouts
+    batch = pack(rollouts)
+    assert batch.rollout_logprobs is not None
+    for share_prompts in (False, True):
+        with torch.no_grad():
+            logprobs, _ = policy(packed_inputs(batch, torch.device("cpu"), share_prompts=share_prompts))
+        assert (logprobs - batch.rollout_logprobs).abs().max() < FP32_BOUND
