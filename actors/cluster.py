@@ -98,6 +98,7 @@ class ActorCluster:
         """``config``: Config or RewardTrainingConfig."""
         self._config = config
         self.device = resolve_device(config)
+        config.model.require_device(self.device)
         self.topology: Topology = plan_topology(config, self.device)
         self._deadline = Deadline(config.timeouts.start_s, "timeouts.start_s")
         self._groups: dict[str, ActorGroup] = {}

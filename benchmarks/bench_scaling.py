@@ -22,14 +22,23 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import BackgroundTrain, Row, TrainRun, actor_pids, rollout_share, show, train, write_json
+from benchmarks.common import (
+    TINY_SETTINGS,
+    BackgroundTrain,
+    Row,
+    TrainRun,
+    actor_pids,
+    rollout_share,
+    show,
+    train,
+    write_json,
+)
 
 CONFIG = "grpo_0.5b_1gpu.yaml"
 PARTS = ["separate", "colocate", "overlap", "recovery"]
 RECOVERY_RUN = "bench-recovery"
 START_S = 600.0  # for a run to have made its first steps, or a new worker to serve
 TRAIN_PHASES = ("score", "advantage", "update", "publish")
-TINY_SETTINGS = ["learner.compile=false", "learner.cpus_per_rank=1", "rollout.cpus_per_worker=1"]
 
 
 class Scaling:

@@ -14,12 +14,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import PHASES, PeakMemory, Row, rollout_share, run, show, train, write_json
+from benchmarks.common import PHASES, TINY_SETTINGS, PeakMemory, Row, rollout_share, run, show, train, write_json
 from benchmarks.lengths import SCHEDULER
 
 CONFIG = "grpo_0.5b_1gpu.yaml"
 TINY = {"prompts": 2, "group": 4, "completion": 8, "prompt_words": 4, "steps": 3}
-TINY_SETTINGS = ["learner.compile=false", "learner.cpus_per_rank=1", "rollout.cpus_per_worker=1"]
 
 
 def ours(args: argparse.Namespace) -> Row:

@@ -31,6 +31,11 @@ TRAIN_SETTINGS = (  # nothing that only costs time, and no second attempt that w
     "checkpoint.save_final_model=false",
     "checkpoint.max_restarts=0",
 )
+# a GPU recipe at its smallest, on a CPU
+TINY_SETTINGS = (
+    *("placement.device=cpu", "learner.compile=false"),
+    *("learner.cpus_per_rank=1", "rollout.cpus_per_worker=1"),
+)
 END_S = 120.0  # for a run that was told to stop
 LOG_WIDTH = 200  # of a table that no terminal bounds
 TAIL_CHARACTERS = 4000  # of a failed command's output

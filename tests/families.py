@@ -62,7 +62,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "hyperclovax": ("hyperclovax", {**SQUARE, "logits_scaling": 0.5}),
     "cohere": ("cohere", {**SQUARE, **TIED, "logit_scale": 0.5}),
-    "cohere2": ("cohere2", {**SQUARE, **TIED, "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "logit_scale": 0.5}),
+    "cohere2": ("cohere2", {**SQUARE, **MIXED, **TIED, "logit_scale": 0.5}),
     "olmo": ("olmo", SQUARE),
     "olmo2": ("olmo2", SQUARE),
     "olmo3": ("olmo3", {**SQUARE, **MIXED}),

@@ -20,16 +20,14 @@ from tests.vllm_child import Job
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLED = (
     *("mistral", "qwen3", "gemma2", "gemma3", "phi", "phi3", "phi3-longrope", "granite"),
-    *("olmo2", "olmo3", "starcoder2", "cohere2"),
+    *("olmo2", "olmo3", "starcoder2"),
 )
 MAX_TOKENS = 64  # of prompt and completion; longer than a window, and than what LongRoPE calls short
 FP32_BOUND = 2e-4  # nats
 
 
 def policy_of(path: Path) -> PolicyModel:
-    return load_policy(
-        str(path), dtype=torch.float32, temperature=1.0, chunk_tokens=64, max_tokens=MAX_TOKENS
-    ).eval()
+    return load_policy(str(path), dtype=torch.float32, temperature=1.0, chunk_tokens=64, max_tokens=MAX_TOKENS).eval()
 
 
 def make_job(family: str, directory: Path, tokenizer: Path) -> tuple[Job, PolicyModel]:
