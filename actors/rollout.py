@@ -110,8 +110,8 @@ class RolloutActor(RankActor):
         if unwritten := sorted({name for names in self._rpc("unwritten_modules") for name in names}):
             raise UnwrittenWeightsError(
                 f"model.path={self._loop.spec.model_path}: a weight publish leaves {len(unwritten)} module(s) of "
-                f"vLLM's model unwritten ({', '.join(unwritten[:3])}), for the learner has no such weights; use a model "
-                "of another family (docs/models.md)"
+                f"vLLM's model unwritten ({', '.join(unwritten[:3])}), which the learner does not have; use a model of "
+                "another family (docs/models.md)"
             )
 
     def commit(self, version: int) -> None:

@@ -21,7 +21,7 @@ from actors.reward import RewardActor
 from actors.roles import RewardGroup
 from jobs.train import train
 from rlhf.batch import Prompt, Rollout
-from rlhf.errors import ActorError, CheckpointError, ConfigError, DeadlineError
+from rlhf.errors import ActorError, CheckpointError, ConfigError, DeadlineError, SamplingError
 
 pytestmark = pytest.mark.ray
 
@@ -45,6 +45,7 @@ def test_grpo_learns_and_leaves_a_whole_run_directory(ray_session, tiny_config) 
 
     metrics = lines(run_dir / "metrics.jsonl")
     assert [m["step"] for m in metrics] == list(range(1, 21))
+    assert max(m["sampling/logprob_difference_max"] for m in metrics) < 2e-4, "every version samples as it scores"
     for name in (
         "reward",
         "rewards/even_tokens/mean",
@@ -85,6 +86,16 @@ def test_resumed_run_repeats_the_uninterrupted_one(ray_session, tiny_config, cap
     for ours, theirs in zip(actual, expected, strict=True):
         for name in ("reward", "loss", "grad_norm", "kl", "entropy", "num_tokens"):
             assert ours[name] == theirs[name], f"{name} at step {ours['step']}"
+
+
+def test_a_sampler_that_differs_from_the_learner_ends_the_run_before_anything_is_published(
+    ray_session, tiny_config
+) -> None:
+    """vLLM is told another epsilon of the norms: the weights arrive, checksums and all, and what it says is wrong."""
+    config = tiny_config("rollout.engine_args={hf_overrides: {rms_norm_eps: 0.05}}", "num_steps=3")
+    with pytest.raises(SamplingError, match=r"weight version 0: .* checks\.max_logprob_difference=0\.01"):
+        train(config)
+    assert not (Path(config.run_dir) / "checkpoints").exists()
 
 
 def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -8,14 +8,14 @@ import torch
 from transformers import AutoTokenizer
 
 from actors.engine_loop import Request
-from actors.group import Deadline
+from actors.group import Deadline, fetch
 from actors.load_plan import LoadPlan, keeps_weights_as_loaded
 from actors.rollout import RolloutActor
 from actors.weight_sync import SessionTransport
 from rlhf.algorithms import make_algorithm
 from rlhf.batch import Prompt, Rollout, TrainBatch, pack
 from rlhf.data import load_prompts
-from rlhf.errors import ActorError
+from rlhf.errors import ActorError, UnwrittenWeightsError
 from rlhf.models import load_policy
 from rlhf.rewards.total import combine
 from rlhf.weights import Layout, bucket_layout, bucket_size, pack_bucket
@@ -202,6 +202,9 @@ def test_an_update_that_broke_off_is_made_good_by_the_next(live, prompts) -> Non
     (specs, reference, _) = stored[0]
     after_q = 1 + next(i for i, spec in enumerate(specs) if spec.name == "model.layers.1.self_attn.q_proj.weight")
     workers.call("receive", 60.0, [(specs[:after_q], reference)], deadline=DEADLINE, doing="receiving").result()
+    (unfinished, *_) = [member.handle.finish_update.remote() for member in workers.members]
+    with pytest.raises(UnwrittenWeightsError, match=r"unwritten \(lm_head|unwritten \(model\.layers\.1"):
+        fetch(unfinished, workers.members[0], "finishing")
     roles.rollouts.publish(31)
     _, batch = sample(roles, prompts)
     assert batch.versions.unique().tolist() == [31]
