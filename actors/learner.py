@@ -113,9 +113,9 @@ class EngineActor(RankActor):
     def score(self, batch: TrainBatch) -> Part:
         return self._learner.score(batch)
 
-    def update(self, batch: TrainBatch) -> dict[str, float]:
+    def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
         self._learner.engine.unpark_optimizer()
-        metrics = self._learner.update(batch)
+        metrics = self._learner.update(batch, step)
         self._rest()
         return metrics
 
@@ -133,6 +133,13 @@ class EngineActor(RankActor):
 
 class LearnerActor(EngineActor):
     """One rank of the policy learner; also the sending end of weight publishes."""
+
+    def _total_steps(self) -> int:
+        config = self._config
+        waiting = (
+            config.critic.warmup_steps if config.uses_critic else 0
+        )  # training steps in which only the critic learns
+        return max(0, config.num_steps - waiting) * config.algorithm.steps_per_update
 
     def _load(self, dtype: torch.dtype) -> PackedModel:
         return load_policy(

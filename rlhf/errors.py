@@ -44,5 +44,9 @@ class WeightSyncError(RlhfError, RuntimeError):
     """A weight version could not be committed on every worker that received it."""
 
 
+class NonFiniteError(RlhfError, FloatingPointError):
+    """A loss, gradient, log-probability or advantage is NaN or infinite, and nothing was learnt from it."""
+
+
 class CheckpointError(RlhfError, RuntimeError):
     """A checkpoint is missing, incomplete, or does not fit the run that asks for it."""

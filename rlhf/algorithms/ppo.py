@@ -39,7 +39,6 @@ class Ppo:
         if config.whiten_advantages:
             advantages = whiten(advantages, mask)
         kl_per_sequence, surprisal = (sum_sequences(x, lengths) for x in (kl, -batch.old_logprobs))
-        self._controller.update(kl_per_sequence.mean().item(), len(lengths))
         metrics = {  # TRL's names; its entropy, too, is the mean of a completion's -log p
             "objective/kl": kl_per_sequence.mean().item(),
             "objective/entropy": surprisal.mean().item(),
@@ -49,6 +48,10 @@ class Ppo:
             "objective/kl_coef": beta,
         }
         return batch.with_(advantages=unpad(advantages, lengths), returns=unpad(returns, lengths)), metrics
+
+    def adapt(self, batch: TrainBatch) -> None:
+        kl_per_sequence = sum_sequences(self._kl(batch), batch.completion_lengths)
+        self._controller.update(kl_per_sequence.mean().item(), batch.num_sequences)
 
     def _kl(self, batch: TrainBatch) -> Tensor:
         """float32 [N]; zero without a reference."""
