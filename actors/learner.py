@@ -84,14 +84,24 @@ class EngineActor(RankActor):
         if (plan := self._plan(float(smallest))) is not None:
             plan.check(self.ROLE)
             settings = plan.settings(self.ROLE)
-        elif settings.gradient_checkpointing is None:
-            settings = replace(settings, gradient_checkpointing=self._on_gpu)  # a GPU and an unknown model: be safe
-        # nodes may know a hub model's shape or not
-        choices = torch.tensor([settings.gradient_checkpointing, settings.offload_when_idle is True], device=device)
-        choices = choices.int()
+        else:  # the CPU, or a GPU and an unknown model: be safe
+            checkpointing, float32 = settings.gradient_checkpointing, settings.float32_gradients
+            settings = replace(
+                settings,
+                gradient_checkpointing=self._on_gpu if checkpointing is None else checkpointing,
+                float32_gradients=not self._on_gpu and settings.can_sum_in_float32 if float32 is None else float32,
+            )
+        # nodes may know a hub model's shape or not: then what takes less memory
+        frugal = settings.gradient_checkpointing, settings.offload_when_idle is True, not settings.float32_gradients
+        choices = torch.tensor(frugal, device=device).int()
         dist.all_reduce(choices, dist.ReduceOp.MAX)
-        checkpointing, offload = choices.bool().tolist()
-        return replace(settings, gradient_checkpointing=checkpointing, offload_when_idle=offload)
+        checkpointing, offload, low_precision = choices.bool().tolist()
+        return replace(
+            settings,
+            gradient_checkpointing=checkpointing,
+            offload_when_idle=offload,
+            float32_gradients=not low_precision,
+        )
 
     def _rest(self) -> None:
         """Leaves the GPU to those who share it: parks the optimiser's state if it must, and empties torch's cache."""

@@ -204,8 +204,8 @@ class LearnerConfig:
     offload_when_idle: bool | None = None
     # torch.compile the decoder layers, of reference and reward model too on a GPU; needs zero_stage < 3
     compile: bool = False
-    # bfloat16 gradients of several micro-batches add up in float32 (a float32 model's always do); null: where the
-    # memory plan has room for them. DeepSpeed cannot at zero_stage 0, nor at 1 and 2 with offload_optimizer
+    # gradients of several micro-batches add up in float32, of a bfloat16 model too; null: where the memory plan has
+    # room for them, and on CPU. DeepSpeed cannot at zero_stage 0, nor at 1 and 2 with offload_optimizer
     float32_gradients: bool | None = None
     micro_batch_tokens: int = 8192  # token budget of one packed forward
     logits_chunk_tokens: int = 1024  # the LM head runs on so many tokens at once
