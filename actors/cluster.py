@@ -21,7 +21,8 @@ from actors.weight_sync import ObjectStoreTransport, SessionTransport, Transport
 from actors.worker_factory import WorkerFactory
 from rlhf.config import Config, RewardTrainingConfig
 from rlhf.driver import Roles
-from rlhf.rewards import load_reward_functions
+from rlhf.errors import PlacementError
+from rlhf.rewards import MODEL_NAME, load_reward_functions
 from rlhf.topology import Device, Slot, Topology, plan_topology
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
@@ -176,6 +177,7 @@ class Cluster(ActorCluster):
         """``note`` tells the user what happens to rollout workers."""
         super().__init__(config)
         self._note = note
+        self._devices: dict[tuple[str, tuple[int, ...]], str] = {}  # by group and bundles, of engines that span GPUs
 
     def _env(self, role: str, slot: Slot) -> dict[str, str]:
         env = super()._env(role, slot)
@@ -255,9 +257,19 @@ class Cluster(ActorCluster):
         return self.device == "gpu" and self._config.placement.colocated
 
     def _devices_of(self, slot: Slot) -> str:
-        """The GPUs of the learner ranks that a tensor-parallel worker shares."""
-        ranks = ActorGroup([self._groups["learner"].members[i] for i in slot.spans])
-        return ",".join(ranks.call("visible_devices", deadline=self._deadline, doing="naming its GPU").result())
+        """The GPUs of the learner ranks that a tensor-parallel worker shares, as their node counts them."""
+        if (slot.group, slot.spans) not in self._devices:  # asked once: a worker is replaced while learners are busy
+            places = zip(self._groups["learner"].members, self.topology.slots["learner"], strict=True)
+            at = {(place.group, place.bundle): member for member, place in places}
+            members = [at[slot.group, bundle] for bundle in slot.spans]
+            if len({member.node for member in members}) > 1:
+                raise PlacementError(
+                    f"rollout.tensor_parallel_size={len(members)}: an engine would span "
+                    f"{', '.join(map(str, members))}; its GPUs must be on one node, so use a smaller one"
+                )
+            ranks = ActorGroup(members).call("visible_devices", deadline=self._deadline, doing="naming its GPU")
+            self._devices[slot.group, slot.spans] = ",".join(ranks.result())
+        return self._devices[slot.group, slot.spans]
 
     def _worker_spec(self, kind: str) -> WorkerSpec:
         config = self._config
@@ -298,4 +310,4 @@ class Cluster(ActorCluster):
 def reward_weights(config: Config) -> dict[str, float]:
     """The weight of every reward in the sum, by metric name."""
     weights = {function.name: function.weight for function in load_reward_functions(config.reward.functions)}
-    return weights | ({"model": config.reward.model.weight} if config.reward.model else {})
+    return weights | ({MODEL_NAME: config.reward.model.weight} if config.reward.model else {})

@@ -22,8 +22,16 @@ MAX_BACKOFF_S = 60.0  # between attempts to start a worker
 PACE_OVER_S = 2.0  # a worker's pace is measured over at least so long
 
 Completion = tuple[int, int, Rollout]  # (task, sample, what came of it)
-Work = tuple[Assignment, Prompt, bool]  # (what to sample, of which prompt, whether greedily)
 
+
+@dataclass(frozen=True)
+class Work:
+    """What to sample, of which prompt, and how."""
+
+    assignment: Assignment
+    prompt: Prompt
+    greedy: bool
+    logprobs: bool
 
 @dataclass
 class Process:
@@ -188,11 +196,13 @@ class Crew:
         """Submits samples to their workers, without waiting: one call for all that goes to a worker, or its first
         groups would be half done when the last ones come."""
         requests: dict[int, list[Request]] = {}
-        for assignment, prompt, greedy in work:
-            for sample in assignment.samples:
-                key = f"{assignment.task}.{sample}.{next(self._attempts)}"
-                self._processes[assignment.worker].requests.setdefault(assignment.task, set()).add(key)
-                requests.setdefault(assignment.worker, []).append(Request(key, prompt, sample, greedy))
+        for part in work:
+            task, worker_id = part.assignment.task, part.assignment.worker
+            for sample in part.assignment.samples:
+                key = f"{task}.{sample}.{next(self._attempts)}"
+                self._processes[worker_id].requests.setdefault(task, set()).add(key)
+                request = Request(key, part.prompt, sample, part.greedy, part.logprobs)
+                requests.setdefault(worker_id, []).append(request)
         for worker_id, batch in requests.items():
             process = self._processes[worker_id]
             process.pending.add(process.member.handle.submit.remote(batch))

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from actors.engine_errors import ErrorOutput
 from rlhf.batch import Prompt, Rollout
 from rlhf.config import RolloutConfig
 from rlhf.errors import ConfigError
@@ -37,6 +38,7 @@ class Request:
     prompt: Prompt
     sample_index: int
     greedy: bool = False
+    logprobs: bool = False  # of this one, even where the run asks for none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +67,8 @@ def worker_env(device: Device) -> dict[str, str]:
 
 def engine_args(spec: WorkerSpec) -> dict[str, Any]:
     """vLLM's engine arguments, derived from the configuration; ``rollout.engine_args`` has the last word."""
+    from actors.vllm_executors import OneProcess, TensorParallel
+
     config = spec.config
     args: dict[str, Any] = {
         "model": spec.model_path,
@@ -72,6 +76,7 @@ def engine_args(spec: WorkerSpec) -> dict[str, Any]:
         "max_model_len": spec.max_model_tokens,
         "max_num_seqs": config.max_num_seqs,
         "tensor_parallel_size": config.tensor_parallel_size,
+        "distributed_executor_backend": TensorParallel if config.tensor_parallel_size > 1 else OneProcess,
         "seed": spec.seed,
         "disable_log_stats": True,
         "enable_prefix_caching": True,
@@ -173,7 +178,11 @@ class EngineLoop(threading.Thread):
 
             import actors.vllm_weights  # noqa: F401  (registers the weight-transfer engine)
 
-            engine = LLMEngine.from_engine_args(EngineArgs(**engine_args(self.spec)))
+            output = ErrorOutput()
+            try:
+                engine = LLMEngine.from_engine_args(EngineArgs(**engine_args(self.spec)))
+            except Exception as error:
+                raise output.explain(error) from error
             counted_s = time.monotonic()
             while True:
                 now = time.monotonic()
@@ -276,7 +285,7 @@ class EngineLoop(threading.Thread):
             stop=list(config.stop) or None,
             ignore_eos=config.ignore_eos,
             detokenize=bool(config.stop),
-            logprobs=0 if self.spec.logprobs and not request.greedy else None,
+            logprobs=0 if (self.spec.logprobs or request.logprobs) and not request.greedy else None,
             flat_logprobs=True,
             seed=request_seed(self.spec.seed, request) if config.seed_requests else None,
             output_kind=RequestOutputKind.FINAL_ONLY,

@@ -13,6 +13,7 @@ from rlhf.config import Config
 from rlhf.engine import local_rank_device, resolve_dtype
 from rlhf.frozen import FrozenScorer, RewardModel
 from rlhf.models import load_policy, load_scalar
+from rlhf.rewards import MODEL_NAME
 from rlhf.roles import Scores
 
 
@@ -24,12 +25,15 @@ class ReferenceActor(RankActor):
 
     def start(self) -> None:
         config, device = self._config, local_rank_device()
+        path = config.reference.path or config.model.path
         model = load_policy(
-            config.reference.path or config.model.path,
+            path,
             dtype=resolve_dtype(config.model.dtype, device),
             temperature=config.rollout.temperature,
             chunk_tokens=config.learner.logits_chunk_tokens,
+            max_tokens=config.max_sequence_tokens,
             trust_remote_code=config.model.trust_remote_code,
+            key="reference.path",
         )
         self._on_shared_gpu = shares_gpu(config, device)
         self._scorer = FrozenScorer(
@@ -37,6 +41,7 @@ class ReferenceActor(RankActor):
             token_budget=config.reference.micro_batch_tokens,
             device=device,
             compiled=config.learner.compile,
+            probe_key=f"reference.path={path}" if config.checks.probe else None,
         )
 
     def score(self, batches: Sequence[TrainBatch]) -> list[Tensor]:
@@ -57,20 +62,29 @@ class RewardModelActor(RankActor):
         assert settings is not None
         self._decoder = AutoTokenizer.from_pretrained(self._config.model.path)
         self._on_shared_gpu = shares_gpu(self._config, device)
+        key = "reward.model.path"
+        model = load_scalar(
+            settings.path,
+            dtype=resolve_dtype(self._config.model.dtype, device),
+            max_tokens=settings.max_tokens,
+            fresh_head="random" if settings.random_head else "refused",
+            key=key,
+        )
         self._model = RewardModel(
             settings.path,
-            load_scalar(settings.path, dtype=resolve_dtype(self._config.model.dtype, device)),
+            model,
             max_tokens=settings.max_tokens,
             token_budget=settings.micro_batch_tokens,
             device=device,
             compiled=self._config.learner.compile,
+            probe_key=f"{key}={settings.path}" if self._config.checks.probe else None,
         )
 
     def score(self, groups: Sequence[Sequence[Rollout]]) -> list[Scores]:
         scores = self._model.score(groups, [decode(self._decoder, group) for group in groups])
         if self._on_shared_gpu:
             torch.cuda.empty_cache()
-        return [{"model": of_group} for of_group in scores]
+        return [{MODEL_NAME: of_group} for of_group in scores]
 
 
 def shares_gpu(config: Config, device: torch.device) -> bool:

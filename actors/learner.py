@@ -52,6 +52,8 @@ class EngineActor(RankActor):
             device=device,
             total_steps=self._total_steps(),
         )
+        if self._config.checks.probe:
+            engine.probe(key=self._path_key())
         self._learner = self._wrap(engine)
         self._rest()
 
@@ -114,6 +116,11 @@ class EngineActor(RankActor):
         """Optimiser steps of the whole run, for the learning-rate schedule."""
         return self._config.num_steps * self._config.algorithm.steps_per_update
 
+    def _path_key(self) -> str:
+        """What errors call the model."""
+        path = getattr(getattr(self._config, self.ROLE), "path", None)
+        return f"{self.ROLE}.path={path}" if path else f"model.path={self._config.model.path}"
+
     def _load(self, dtype: torch.dtype) -> PackedModel:
         raise NotImplementedError
 
@@ -157,6 +164,7 @@ class LearnerActor(EngineActor):
             dtype=dtype,
             temperature=self._config.rollout.temperature,
             chunk_tokens=self._config.learner.logits_chunk_tokens,
+            max_tokens=self._config.max_sequence_tokens,
             trust_remote_code=self._config.model.trust_remote_code,
         )
 
@@ -195,8 +203,10 @@ class CriticActor(EngineActor):
         return load_scalar(
             self._config.critic.path or self._config.model.path,
             dtype=dtype,
-            zero_fresh_head=True,
+            max_tokens=self._config.max_sequence_tokens,
+            fresh_head="zero",
             trust_remote_code=self._config.model.trust_remote_code,
+            key="critic.path",
         )
 
     def _wrap(self, engine: Engine) -> ValueLearner:

@@ -14,14 +14,14 @@ from typing import Any
 import ray
 
 from actors.control import RunControl
-from actors.crew import Crew
+from actors.crew import Crew, Work
 from actors.group import Deadline, Member
 from actors.weight_sync import Transport, publish
 from actors.worker_factory import WorkerFactory
 from rlhf.autoscale import Autoscaler, LoadMeter
 from rlhf.batch import Prompt, Rollout
 from rlhf.config import DEFAULT_KIND, Config
-from rlhf.errors import DeadlineError
+from rlhf.errors import DeadlineError, UnwrittenWeightsError
 from rlhf.fleet import State, Worker
 
 LISTEN_S = 0.2  # how long the listening thread waits at most before it looks around
@@ -32,8 +32,9 @@ class GroupInProgress:
     """A submitted group and the completions that have come back."""
 
     prompt: Prompt
-    greedy: bool
     size: int
+    greedy: bool
+    logprobs: bool
     rollouts: dict[int, Rollout] = field(default_factory=dict)
 
 
@@ -109,16 +110,23 @@ class RolloutPool:
 
     # Groups
 
-    def submit(self, prompts: Sequence[Prompt], *, group_size: int, greedy: bool = False) -> list[int]:
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        group_size: int,
+        greedy: bool = False,
+        with_logprobs: Collection[int] = (),
+    ) -> list[int]:
         """Queues groups; each goes whole to one worker, so that its completions share their prompt's cache."""
         assert not self._asleep, "a sleeping pool cannot sample; publish wakes it"
         with self._lock:
             ids = []
-            for prompt in prompts:
+            for position, prompt in enumerate(prompts):
                 task = self._fleet.enqueue(
                     prompt_id=prompt.id, prompt_tokens=len(prompt.token_ids), num_samples=group_size
                 )
-                self._groups[task] = GroupInProgress(prompt, greedy, group_size)
+                self._groups[task] = GroupInProgress(prompt, group_size, greedy, position in with_logprobs)
                 ids.append(task)
             self._dispatch()
         return ids
@@ -149,7 +157,8 @@ class RolloutPool:
             return
         assignments = [*self._fleet.dispatch(), *self._fleet.take_over()]
         groups = [self._groups[assignment.task] for assignment in assignments]
-        self._crew.send([(a, group.prompt, group.greedy) for a, group in zip(assignments, groups, strict=True)])
+        work = [Work(a, g.prompt, g.greedy, g.logprobs) for a, g in zip(assignments, groups, strict=True)]
+        self._crew.send(work)
 
     def _take(self, task: int, sample: int, rollout: Rollout) -> None:
         """A completion came back; with the last of its group the group is finished."""
@@ -207,6 +216,8 @@ class RolloutPool:
         workers = [worker for worker in workers if worker.state is State.SYNCING]
         result = publish(self._fleet.version, self._transport, self._crew.members(workers), deadline)
         for member, error in result.failed.items():
+            if isinstance(error, UnwrittenWeightsError):  # of the model, not of the worker: another would fail alike
+                raise error
             self._crew.fail(member.rank, error)
         self._crew.call([w for w in sleepers if w.state is State.SYNCING], "wake_cache", "waking up")
         self._asleep, self._sleepers = False, set()

@@ -12,7 +12,10 @@ from rlhf.roles import Scores
 
 
 class RewardActor(RankActor):
-    """Runs all reward functions on its share of the groups. Threaded: calls overlap where functions are async."""
+    """Runs all reward functions on its share of the groups, sync ones in a process beside it.
+
+    Threaded: calls overlap where functions are async.
+    """
 
     concurrent_calls = 64
 
@@ -22,8 +25,11 @@ class RewardActor(RankActor):
     def start(self) -> None:
         self._decoder = AutoTokenizer.from_pretrained(self._config.model.path)
         self._functions = RewardFunctions(
-            load_reward_functions(self._config.reward.functions), timeout_s=self._config.reward.function_timeout_s
+            load_reward_functions(self._config.reward.functions),
+            timeout_s=self._config.reward.function_timeout_s,
+            start_timeout_s=self._config.timeouts.start_s,
         )
+        self._functions.start()
 
     def score(self, groups: Sequence[Sequence[Rollout]]) -> list[Scores]:
         under_way = [self._submit(group) for group in groups]

@@ -26,7 +26,13 @@ class RewardLearnerActor(EngineActor):
 
     def _load(self, dtype: torch.dtype) -> PackedModel:
         settings = self._config.model
-        model = load_scalar(settings.path, dtype=dtype, trust_remote_code=settings.trust_remote_code)
+        model = load_scalar(
+            settings.path,
+            dtype=dtype,
+            max_tokens=self._config.data.max_tokens,
+            fresh_head="random",
+            trust_remote_code=settings.trust_remote_code,
+        )
         model.lm.config.pad_token_id = self._pad_token_id
         return model
 

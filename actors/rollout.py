@@ -12,6 +12,7 @@ from actors.engine_loop import EngineLoop, Request, WorkerSpec
 from actors.group import RankActor
 from actors.transport import CalledOffError
 from rlhf.batch import Rollout
+from rlhf.errors import UnwrittenWeightsError
 from rlhf.weights import TensorSpec
 
 
@@ -101,8 +102,17 @@ class RolloutActor(RankActor):
         return [sums for sums, _ in received]
 
     def finish_update(self) -> None:
-        """Makes the new weights current. The prefix cache of the old ones is never asked again (EngineLoop.add)."""
+        """Makes the new weights current. The prefix cache of the old ones is never asked again (EngineLoop.add).
+
+        Raises UnwrittenWeightsError where the model has weights that were not among them.
+        """
         self._rpc("finish_weight_update")
+        if unwritten := sorted({name for names in self._rpc("unwritten_modules") for name in names}):
+            raise UnwrittenWeightsError(
+                f"model.path={self._loop.spec.model_path}: a weight publish leaves {len(unwritten)} module(s) of vLLM's "
+                f"model as they were ({', '.join(unwritten[:3])}), for the learner has no such weights; use a model of "
+                "another family (docs/models.md)"
+            )
 
     def commit(self, version: int) -> None:
         """From here on the worker samples, and stamps its tokens with ``version``."""

@@ -7,10 +7,6 @@ same that the built-in ones lack: a CPU path, checksums of every bucket as it ar
 Weights are copied straight into the live model where vLLM keeps them as loaded; else through its layer-wise reload.
 """
 
-import ctypes
-import multiprocessing
-import os
-import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,15 +15,15 @@ import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from actors.load_plan import Copies, LoadPlan, UnplannableError, keeps_weights_as_loaded
 from actors.transport import BroadcastReceiver, CalledOffError, Meeting, Receiver, Session, SharedReceiver
 from rlhf.weights import Layout, TensorSpec, bucket_size, checksum, view_bucket
 
 BACKEND = "rlhf"
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 PlainLayout = list[list[dict[str, Any]]]
 """A Layout of lists and dicts only, which is what vLLM's messages between its processes carry."""
@@ -65,6 +61,7 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
 
     called_off = ""  # why the last join or transfer was given up
+    unwritten: list[str]  # modules that the last update left as they were, wholly or in part
     _sums: list[Tensor]
     _session: Session | None = None
     _receiver: Receiver | None = None
@@ -140,6 +137,7 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _reload(self, specs: Sequence[TensorSpec], bucket: Tensor) -> None:
         if not self._reloading:
+            self._elements = parameter_elements(self.model)
             initialize_layerwise_reload(self.model)
             self._reloading = True
         self.model.load_weights(self._whole_tensors(specs, bucket))
@@ -158,8 +156,10 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
                 yield spec.name, self._partial
 
     def finish_weight_update(self) -> None:
+        self.unwritten = []
         if not self._reloading:
-            return
+            return  # a LoadPlan writes every element, or is none
+        self.unwritten = unwritten_modules(self.model, self._elements)
         finalize_layerwise_reload(self.model, self.model_config)
         self._reloading = False
         if self.device.type == "cpu":
@@ -196,6 +196,29 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         raise AssertionError("weights are sent by actors.weight_sender")
 
 
+def parameter_elements(model: torch.nn.Module) -> dict[str, int]:
+    """Of each module that has parameters: how many elements; of tied ones the first."""
+    elements: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        module = name.rpartition(".")[0]
+        elements[module] = elements.get(module, 0) + parameter.numel()
+    return elements
+
+
+def unwritten_modules(model: torch.nn.Module, elements: dict[str, int]) -> list[str]:
+    """Modules of which vLLM's reload, about to be finished, has not loaded every element. vLLM itself only warns."""
+    unwritten = []
+    for name, wanted in elements.items():
+        layer = model.get_submodule(name)
+        reload = get_layerwise_info(layer)
+        if not reload.can_load():  # complete, and already processed
+            continue
+        padded = isinstance(layer, VocabParallelEmbedding) and reload.load_numel > 0  # nothing reads the padding
+        if reload.load_numel < wanted and not padded:
+            unwritten.append(name)
+    return unwritten
+
+
 def repack_tied_heads(model: torch.nn.Module) -> None:
     """On CPU a tied LM head keeps a packed copy of the OLD weights through vLLM's reload; packs it again."""
     for module in model.modules():
@@ -227,6 +250,10 @@ class WorkerExtension:
         engine = self.weight_transfer_engine
         return ([] if engine.called_off else engine.checksums()), engine.called_off
 
+    def unwritten_modules(self) -> list[str]:
+        """As BucketReceiver's, of the update just finished."""
+        return self.weight_transfer_engine.unwritten
+
     def loads_weights_in_place(self) -> bool:
         return self.weight_transfer_engine.loads_in_place
 
@@ -234,19 +261,6 @@ class WorkerExtension:
         """As BucketReceiver.read_back."""
         return self.weight_transfer_engine.read_back()
 
-
-def end_with_parent() -> None:
-    """Ends this process when the one that started it ends, however that comes about (Linux).
-
-    Else an engine process outlives a rollout worker that was killed, and keeps the memory of its GPU.
-    """
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-if multiprocessing.parent_process() is not None:  # one of vLLM's own processes, not the worker itself
-    end_with_parent()
 
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, BucketReceiver)

@@ -9,6 +9,7 @@ import typer
 
 from rlhf.config import Config, RewardTrainingConfig
 from rlhf.errors import ConfigError, DataError, RlhfError
+from rlhf.ignored import ignored_settings
 from rlhf.recipes import load_config, validate_model
 
 USER_ERROR = 2  # exit code of what the user can fix in the command, the config or the data
@@ -32,10 +33,17 @@ def root() -> None:
 def train(config: ConfigOption, overrides: Overrides = None) -> None:
     """Train. Goes on from the run directory's newest checkpoint unless checkpoint.resume=none."""
     settings = load_config(config, overrides or [])
+    warn_of_ignored(settings)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from jobs.train import train as run  # torch and Ray load only once the configuration is known to be good
 
     exit_if_interrupted(run(settings))
+
+
+def warn_of_ignored(settings: Config) -> None:
+    """Prints one line where the algorithm does not read what was set."""
+    if ignored := ignored_settings(settings):
+        print(f"warning: {'; '.join(ignored)}", file=sys.stderr)
 
 
 def exit_if_interrupted(summary: dict[str, Any]) -> None:
@@ -68,6 +76,7 @@ def plan(
     Fails where a GPU would not hold what is placed on it.
     """
     settings = load_config(config, overrides or [])
+    warn_of_ignored(settings)
     validate_model(settings)
     show_plan(settings, device)
     if device == "gpu":

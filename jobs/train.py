@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from actors.cluster import Cluster, connect
@@ -16,6 +17,8 @@ from rlhf.checkpoint import CheckpointStore
 from rlhf.config import Config
 from rlhf.data import PromptSet, PromptStream, load_prompts
 from rlhf.driver import Driver
+from rlhf.engine import resolve_dtype
+from rlhf.gate import SamplingGate
 from rlhf.recipes import to_yaml, validate_model
 from rlhf.rewards import RewardFunctions, load_reward_functions
 from rlhf.shapes import ModelShape
@@ -32,6 +35,7 @@ def train(config: Config) -> dict[str, Any]:
     """
     validate_model(config)
     tokenizer = load_tokenizer(config.model)
+    validate_model(config)  # again: the tokenizer of a hub model brings its config.json along
     prompts = load_prompts(config.data.train, config.data, tokenizer, split="train", seed=config.seed)
     eval_prompts = load_eval_prompts(config, tokenizer)
     check_rewards(config, prompts)
@@ -86,6 +90,7 @@ def make_driver(
         algorithm=make_algorithm(config.algorithm),
         stream=GroupStream(stream, roles.rollouts, roles.reward, roles.reference, config),
         eval_prompts=eval_prompts,
+        gate=SamplingGate.of(config.checks, config.rollout, resolve_dtype(config.model.dtype, torch.device("cuda" if cluster.device == "gpu" else "cpu"))),
         tracker=tracker,
         roofline=make_roofline(config, cluster.device_names()),
         checkpoints=checkpoints,

@@ -61,13 +61,14 @@ class TrainBatch:
     completion_lengths: Tensor  # int64 [S]
     truncated: Tensor  # bool [S]
     versions: Tensor  # int32 [N]
-    rewards: Tensor | None = None  # float32 [S]
+    rewards: Tensor | None = None  # float32 [S], NaN where nobody gave one
     advantages: Tensor | None = None  # float32 [N]
     returns: Tensor | None = None  # float32 [N]
     values: Tensor | None = None  # float32 [N], by the critic before the update
     old_logprobs: Tensor | None = None  # float32 [N], by the learner before the update
     ref_logprobs: Tensor | None = None  # float32 [N]
-    rollout_logprobs: Tensor | None = None  # float32 [N], by the sampler
+    rollout_logprobs: Tensor | None = None  # float32 [N], by the sampler; NaN where it was not asked
+    compared: Tensor | None = None  # bool [N]: tokens whose rollout_logprobs the learner's own are compared with
     loss_weights: Tensor | None = None  # float32 [N]: each token's share in its optimiser step's loss, 0 where masked
     entropy_mask: Tensor | None = None  # bool [N]: tokens uncertain enough to be trained on; None: all
     margins: Tensor | None = None  # float32 [S]: of preference pairs (reward models only), alike for both of a pair
@@ -80,6 +81,11 @@ class TrainBatch:
         """The batch on a device, as ``to_device`` takes it there."""
         tensors = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         return replace(self, **{name: to_device(t, device) for name, t in tensors.items() if t is not None})
+
+    @property
+    def abstained(self) -> Tensor:
+        """bool [S]: completions without a reward, for nobody gave one: they have no part in baselines and losses."""
+        return torch.zeros_like(self.truncated) if self.rewards is None else self.rewards.isnan()
 
     @property
     def num_sequences(self) -> int:
@@ -142,8 +148,8 @@ def pack(rollouts: Sequence[Rollout]) -> TrainBatch:
     """Packs finished rollouts, in the order given (groups must be contiguous for grouped algorithms)."""
     assert rollouts, "an empty batch cannot be trained on"
     assert all(r.token_ids for r in rollouts), "a completion holds at least one token"
-    logprobs = [r.logprobs for r in rollouts if r.logprobs is not None]
-    assert len(logprobs) in (0, len(rollouts)), "either all rollouts of a batch carry log-probabilities, or none"
+    logprobs = [np.full(len(r.token_ids), np.nan, np.float32) if r.logprobs is None else r.logprobs for r in rollouts]
+    any_logprobs = any(r.logprobs is not None for r in rollouts)
     tokens = chain.from_iterable(ids for r in rollouts for ids in (r.prompt.token_ids, r.token_ids))
     return TrainBatch(
         tokens=torch.from_numpy(np.fromiter(tokens, np.int64)),
@@ -151,7 +157,7 @@ def pack(rollouts: Sequence[Rollout]) -> TrainBatch:
         completion_lengths=torch.tensor([len(r.token_ids) for r in rollouts], dtype=torch.long),
         truncated=torch.tensor([r.truncated for r in rollouts]),
         versions=torch.from_numpy(np.concatenate([r.versions for r in rollouts])),
-        rollout_logprobs=torch.from_numpy(np.concatenate(logprobs)) if logprobs else None,
+        rollout_logprobs=torch.from_numpy(np.concatenate(logprobs)) if any_logprobs else None,
     )
 
 

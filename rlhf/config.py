@@ -1,16 +1,38 @@
 """Typed configuration: frozen dataclasses, validated as they are built. ``rlhf.recipes`` reads them from YAML.
 
 Everything that can be known to be wrong without loading a model or starting Ray is wrong here, in one line that names
-the key. Every key there is stands in this file, with its default.
+the key. Every key there is stands in this file, with its default. A number's bounds are part of its type: a name of
+those below, or ``Bounds`` beside the field.
 """
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from datetime import date
+from typing import Annotated, Any, Literal
 
 from omegaconf import MISSING
 
+from rlhf.bounds import Bounds, Section
 from rlhf.errors import ConfigError
+
+INT32_MAX = 2**31 - 1  # what token positions and weight versions are counted in
+MIN_TEMPERATURE = 0.01  # vLLM samples at this one where a smaller positive one is asked for
+
+PositiveInt = Annotated[int, Bounds(min=1, max=INT32_MAX)]
+NonNegativeInt = Annotated[int, Bounds(min=0, max=INT32_MAX)]
+Seed = Annotated[int, Bounds(min=0, max=2**32 - 1)]  # vLLM seeds NumPy with it, which takes 32 bits
+PositiveFloat = Annotated[float, Bounds(above=0)]
+NonNegativeFloat = Annotated[float, Bounds(min=0)]
+Seconds = Annotated[float, Bounds(above=0, max=10**9)]  # 30 years; timers overflow beyond
+Fraction = Annotated[float, Bounds(min=0, max=1, interval=True)]
+PositiveFraction = Annotated[float, Bounds(above=0, max=1, interval=True)]
+OpenFraction = Annotated[float, Bounds(above=0, below=1, interval=True)]
+DecayRate = Annotated[float, Bounds(min=0, below=1, interval=True)]
+ClipRatio = Annotated[float, Bounds(above=1)]
+Temperature = Annotated[
+    float, Bounds(min=MIN_TEMPERATURE, hint="RL needs to explore, and vLLM raises a smaller positive one to that")
+]
+Weight = Annotated[float, Bounds(min=-1_000_000, max=1_000_000, interval=True)]
 
 GROUPED_ALGORITHMS = ("grpo", "rloo", "reinforce_pp")
 DEFAULT_KIND = "default"  # the kind of rollout worker that rollout.num_workers counts
@@ -26,10 +48,13 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def at_least(section: str, minimum: float, **values: float) -> None:
-    for key, value in values.items():
-        name = f"{section}.{key}" if section else key
-        require(value >= minimum, f"{name}={value} must be at least {minimum}")
+def require_date(key: str, value: str | None) -> None:
+    """Refuses what is not a day as YYYY-MM-DD."""
+    try:
+        valid = value is None or date.fromisoformat(value).isoformat() == value
+    except ValueError:
+        valid = False
+    require(valid, f"{key}={value} is no date; write it as YYYY-MM-DD, such as 2026-01-31")
 
 
 @dataclass(frozen=True)
@@ -40,109 +65,89 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on GPU, float32 on CPU
     trust_remote_code: bool = False
 
+    def require_device(self, device: str) -> None:
+        """Raises ConfigError where a device ('gpu', 'cpu', or 'auto': not known yet) does not take this dtype."""
+        require(
+            self.dtype != "float32" or device != "gpu",
+            "model.dtype=float32 does not run on GPUs, whose kernel for attention over packed sequences takes 16 bits "
+            "only; use model.dtype=auto, or placement.device=cpu",
+        )
+
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Section, key="data"):
     """Prompts. A source is ``task:NAME``, a ``.jsonl`` or ``.parquet`` file, or a directory saved by ``datasets``."""
 
     train: str = MISSING
     eval: str | None = None  # None: no evaluation
-    eval_size: int = 128  # at most so many held-out prompts
+    eval_size: PositiveInt = 128  # at most so many held-out prompts
     task_args: dict[str, Any] = field(default_factory=dict)  # for task:NAME, both splits
     prompt_column: str = "prompt"
     system_prompt: str | None = None  # prepended to chat prompts that have no system message
-    max_prompt_tokens: int = 512
+    max_prompt_tokens: PositiveInt = 512
     overlong_prompts: Literal["drop", "truncate"] = "drop"  # truncate keeps the last tokens
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # e.g. {enable_thinking: false}
     date: str | None = None  # YYYY-MM-DD, for templates that ask for today's; null: the day on which the run began
     shuffle: bool = True
 
     def __post_init__(self) -> None:
-        at_least("data", 1, max_prompt_tokens=self.max_prompt_tokens, eval_size=self.eval_size)
+        super().__post_init__()
+        require_date("data.date", self.date)
 
 
 @dataclass(frozen=True)
-class AlgorithmConfig:
+class AlgorithmConfig(Section, key="algorithm"):
     """What is optimised. Defaults are GRPO with DAPO's token-level normaliser, as in TRL."""
 
     name: Literal["grpo", "rloo", "reinforce_pp", "ppo"] = "grpo"
-    prompts_per_step: int = 8
-    group_size: int = 8  # completions per prompt
-    num_epochs: int = 1
-    num_minibatches: int = 1  # optimiser steps per epoch
+    prompts_per_step: PositiveInt = 8
+    group_size: PositiveInt = 8  # completions per prompt
+    num_epochs: PositiveInt = 1
+    num_minibatches: PositiveInt = 1  # optimiser steps per epoch
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "rloo"] = "dapo"
     scale_rewards: Literal["group", "batch", "none"] = "group"
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    epsilon_low: float = 0.2
-    epsilon_high: float = 0.2
-    delta: float | None = None  # two-sided clip: upper bound of the ratio where the advantage is negative
-    dual_clip: float | None = None
-    beta: float = 0.0  # weight of the KL to the reference; 0: no reference model is created
+    epsilon_low: Fraction = 0.2
+    epsilon_high: NonNegativeFloat = 0.2  # loss_type=cispo: the largest weight itself, above 1
+    delta: ClipRatio | None = None  # two-sided clip: largest ratio where the advantage is negative
+    dual_clip: ClipRatio | None = None  # the same bound, put on the objective
+    beta: NonNegativeFloat = 0.0  # weight of the KL to the reference; 0: no reference model is created
     kl_bias_correction: bool = True
-    entropy_coef: float = 0.0
+    entropy_coef: NonNegativeFloat = 0.0
     mask_truncated_completions: bool = False
-    top_entropy_quantile: float = 1.0  # train on this fraction of tokens, those of highest entropy
+    # train on this fraction of tokens, those of highest entropy
+    top_entropy_quantile: Annotated[float, Bounds(above=0, max=1, interval=True, hint="1 trains on every token")] = 1.0
     # auto: token_truncate with rollout.max_staleness > 0, else none
     rollout_correction: Literal[
         "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = "auto"
-    rollout_correction_cap: float = 2.0  # ratios above are truncated, or their tokens masked
-    rollout_correction_floor: float | None = None  # the same below; None: no bound
-    dynamic_sampling_max_tries: int = 0  # DAPO: replace zero-variance groups, at most so many batches' worth; 0: off
-    reward_clip: float | None = None  # clip rewards to [-c, c]
+    rollout_correction_cap: Annotated[float, Bounds(min=1)] = 2.0  # ratios above are truncated, or their tokens masked
+    rollout_correction_floor: OpenFraction | None = None  # the same below; None: no bound
+    # DAPO: replace zero-variance groups, at most so many batches' worth; 0: off
+    dynamic_sampling_max_tries: NonNegativeInt = 0
+    reward_clip: PositiveFloat | None = None  # clip rewards to [-c, c]
     # PPO only
-    gamma: float = 1.0
-    lam: float = 0.95
+    gamma: Fraction = 1.0
+    lam: Fraction = 0.95
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # per-token KL in the reward
-    kl_target: float | None = None  # adaptive KL controller; None: beta is fixed
-    kl_horizon: int = 10_000
+    kl_target: PositiveFloat | None = None  # adaptive KL controller; None: beta is fixed
+    kl_horizon: PositiveInt = 10_000  # completions; a smaller one adapts faster
     whiten_advantages: bool = True
-    value_clip: float = 0.2
-    missing_eos_penalty: float | None = None
+    value_clip: PositiveFloat = 0.2
+    missing_eos_penalty: NonNegativeFloat | None = None  # subtracted from the reward of a truncated completion
 
     def __post_init__(self) -> None:
-        at_least(
-            "algorithm",
-            1,
-            prompts_per_step=self.prompts_per_step,
-            group_size=self.group_size,
-            num_epochs=self.num_epochs,
-            num_minibatches=self.num_minibatches,
-        )
-        at_least("algorithm", 0, beta=self.beta, epsilon_low=self.epsilon_low, epsilon_high=self.epsilon_high)
+        super().__post_init__()
+        self._check_loss()
         require(
             self.name not in GROUPED_ALGORITHMS or self.group_size >= 2,
             f"algorithm.group_size={self.group_size} leaves {self.name} nothing to compare within a group; "
             "use at least 2, or algorithm.name=ppo",
         )
         require(
-            self.loss_type != "rloo" or self.name == "rloo",
-            f"algorithm.loss_type=rloo needs algorithm.name=rloo (it is {self.name})",
-        )
-        require(
             self.num_sequences % self.num_minibatches == 0,
             f"algorithm.num_minibatches={self.num_minibatches} does not divide prompts_per_step x group_size = "
             f"{self.num_sequences}",
-        )
-        require(
-            self.loss_type != "cispo" or self.epsilon_high > 1,
-            f"algorithm.epsilon_high={self.epsilon_high} bounds the ratio itself with loss_type=cispo; use 5, say",
-        )
-        require(0 <= self.gamma <= 1, f"algorithm.gamma={self.gamma} must lie in [0, 1]")
-        require(0 <= self.lam <= 1, f"algorithm.lam={self.lam} must lie in [0, 1]")
-        for key in (
-            "rollout_correction_cap",
-            "rollout_correction_floor",
-            "reward_clip",
-            "delta",
-            "dual_clip",
-            "kl_target",
-        ):
-            value = getattr(self, key)
-            require(value is None or value > 0, f"algorithm.{key}={value} must be positive")
-        require(
-            0 < self.top_entropy_quantile <= 1,
-            f"algorithm.top_entropy_quantile={self.top_entropy_quantile} must lie in (0, 1]; 1 trains on every token",
         )
         require(
             self.dynamic_sampling_max_tries == 0 or self.name in GROUPED_ALGORITHMS,
@@ -152,6 +157,34 @@ class AlgorithmConfig:
             self.kl_target is None or (self.name == "ppo" and self.beta > 0),
             "algorithm.kl_target adapts beta of the KL reward; it needs algorithm.name=ppo and algorithm.beta > 0",
         )
+        # one step multiplies beta by at least 1 - 0.2 x num_sequences / kl_horizon (Ziegler et al. 2019)
+        require(
+            self.kl_target is None or 5 * self.kl_horizon > self.num_sequences,
+            f"algorithm.kl_horizon={self.kl_horizon} lets algorithm.kl_target turn beta negative within a step of "
+            f"{self.num_sequences} completions; use at least as many",
+        )
+
+    def _check_loss(self) -> None:
+        require(
+            self.loss_type != "rloo" or self.name == "rloo",
+            f"algorithm.loss_type=rloo needs algorithm.name=rloo (it is {self.name})",
+        )
+        require(
+            self.loss_type != "rloo" or self.importance_sampling_level == "token",
+            "algorithm.loss_type=rloo always takes the ratio of whole sequences; leave "
+            "algorithm.importance_sampling_level at token, or use another loss_type",
+        )
+        if self.loss_type == "cispo":
+            require(
+                self.epsilon_high > 1,
+                f"algorithm.epsilon_high={self.epsilon_high} bounds the ratio itself with loss_type=cispo; use 5, say",
+            )
+        else:
+            require(
+                self.delta is None or self.delta > 1 + self.epsilon_high,
+                f"algorithm.delta={self.delta} must be greater than 1 + algorithm.epsilon_high = "
+                f"{1 + self.epsilon_high:g}, PPO's own upper bound of the ratio; use 4, say",
+            )
 
     @property
     def num_sequences(self) -> int:
@@ -173,30 +206,21 @@ class AlgorithmConfig:
 class OptimizerConfig:
     """AdamW and its learning-rate schedule, counted in optimiser steps."""
 
-    learning_rate: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
+    learning_rate: Annotated[float, Bounds(above=0, max=1)] = 1e-6
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
+    eps: Annotated[float, Bounds(above=0, max=1)] = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    max_grad_norm: Annotated[float, Bounds(above=0, hint="use a large number for no clipping")] = 1.0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = 0
-
-    def __post_init__(self) -> None:
-        require(self.learning_rate > 0, f"optimizer.learning_rate={self.learning_rate} must be positive")
-        require(all(0 <= b < 1 for b in self.betas), f"optimizer.betas={self.betas} must lie in [0, 1)")
-        at_least("optimizer", 0, weight_decay=self.weight_decay, warmup_steps=self.warmup_steps)
-        require(
-            self.max_grad_norm > 0,
-            f"optimizer.max_grad_norm={self.max_grad_norm} must be positive; use a large number for no clipping",
-        )
+    warmup_steps: NonNegativeInt = 0  # optimiser steps
 
 
 @dataclass(frozen=True)
-class LearnerConfig:
+class LearnerConfig(Section, key="learner"):
     """A DeepSpeed engine: the policy's, and with the same fields the critic's."""
 
-    num_ranks: int = 1
-    zero_stage: int = 3
+    num_ranks: PositiveInt = 1
+    zero_stage: Annotated[int, Bounds(min=0, max=3, interval=True, hint="use 0, 1, 2 or 3")] = 3
     offload_optimizer: bool = False
     # null: decided by the memory plan (`rlhf plan`) from what is left of the GPU; off on CPU
     gradient_checkpointing: bool | None = None
@@ -207,34 +231,21 @@ class LearnerConfig:
     # gradients of several micro-batches add up in float32, of a bfloat16 model too; null: where the memory plan has
     # room for them, and on CPU. DeepSpeed cannot at zero_stage 0, nor at 1 and 2 with offload_optimizer
     float32_gradients: bool | None = None
-    micro_batch_tokens: int = 8192  # token budget of one packed forward
-    logits_chunk_tokens: int = 1024  # the LM head runs on so many tokens at once
+    micro_batch_tokens: PositiveInt = 8192  # token budget of one packed forward
+    logits_chunk_tokens: PositiveInt = 1024  # the LM head runs on so many tokens at once
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    cpus_per_rank: int = 1
-
-    SECTION: ClassVar[str] = "learner"  # what errors call it
+    cpus_per_rank: PositiveInt = 1
 
     def __post_init__(self) -> None:
-        at_least(
-            self.SECTION,
-            1,
-            num_ranks=self.num_ranks,
-            micro_batch_tokens=self.micro_batch_tokens,
-            logits_chunk_tokens=self.logits_chunk_tokens,
-            cpus_per_rank=self.cpus_per_rank,
-        )
-        require(
-            self.zero_stage in (0, 1, 2, 3),
-            f"{self.SECTION}.zero_stage={self.zero_stage} does not exist; use 0, 1, 2 or 3",
-        )
+        super().__post_init__()
         require(
             not self.compile or self.zero_stage < 3,
-            f"{self.SECTION}.compile=true does not go with {self.SECTION}.zero_stage=3, which gathers weights within "
+            f"{self.KEY}.compile=true does not go with {self.KEY}.zero_stage=3, which gathers weights within "
             "each layer; use zero_stage 0, 1 or 2, or compile=false",
         )
         require(
             not self.offload_optimizer or self.zero_stage > 0,
-            f"{self.SECTION}.offload_optimizer needs {self.SECTION}.zero_stage 1, 2 or 3",
+            f"{self.KEY}.offload_optimizer needs {self.KEY}.zero_stage 1, 2 or 3",
         )
 
     @property
@@ -244,27 +255,22 @@ class LearnerConfig:
 
 
 @dataclass(frozen=True)
-class CriticConfig(LearnerConfig):
+class CriticConfig(LearnerConfig, key="critic"):
     """PPO's value model: a learner with a scalar head."""
 
-    SECTION: ClassVar[str] = "critic"
-
     path: str | None = None  # backbone; None: model.path. A sequence-classification directory brings its head
-    warmup_steps: int = 0  # training steps in which only the critic learns
+    warmup_steps: NonNegativeInt = 0  # training steps in which only the critic learns
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=5e-6))
 
 
 @dataclass(frozen=True)
-class ReferenceConfig:
+class ReferenceConfig(Section, key="reference"):
     """The frozen policy for the KL; only created when algorithm.beta > 0."""
 
-    num_ranks: int = 1
+    num_ranks: PositiveInt = 1
     path: str | None = None  # None: model.path
-    micro_batch_tokens: int = 16384
-    cpus_per_rank: int = 1
-
-    def __post_init__(self) -> None:
-        at_least("reference", 1, num_ranks=self.num_ranks, micro_batch_tokens=self.micro_batch_tokens)
+    micro_batch_tokens: PositiveInt = 16384
+    cpus_per_rank: PositiveInt = 1
 
 
 @dataclass(frozen=True)
@@ -272,38 +278,51 @@ class RewardFunctionConfig:
     """One reward function: a built-in name or a dotted path ``package.module.function``."""
 
     path: str = MISSING
-    weight: float = 1.0
+    weight: Weight = 1.0
     kwargs: dict[str, Any] = field(default_factory=dict)  # passed on every call
 
 
 @dataclass(frozen=True)
-class RewardModelConfig:
+class RewardModelConfig(Section, key="reward.model"):
     """A Hugging Face sequence-classification directory with its own tokenizer and chat template."""
 
     path: str = MISSING
-    weight: float = 1.0
+    weight: Weight = 1.0
     random_head: bool = False  # a causal LM's directory gets a random score head: for measurements only
-    num_ranks: int = 1
-    max_tokens: int = 2048  # per text; the end is kept
-    micro_batch_tokens: int = 16384
-    cpus_per_rank: int = 1
+    num_ranks: PositiveInt = 1
+    max_tokens: PositiveInt = 2048  # per text; the end is kept
+    micro_batch_tokens: PositiveInt = 16384
+    cpus_per_rank: PositiveInt = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.micro_batch_tokens > self.max_tokens,
+            f"reward.model.micro_batch_tokens={self.micro_batch_tokens} cannot hold one text of "
+            f"reward.model.max_tokens + 1 = {self.max_tokens + 1} tokens; use at least that, or lower max_tokens",
+        )
 
 
 @dataclass(frozen=True)
-class RewardConfig:
+class RewardConfig(Section, key="reward"):
     """Reward functions run on ``num_workers`` actors; the model on its own actors. The reward is the weighted sum."""
 
-    num_workers: int = 1
+    num_workers: PositiveInt = 1
     functions: list[RewardFunctionConfig] = field(default_factory=list)
     model: RewardModelConfig | None = None
-    max_abstained: float = 0.5  # the run ends where a larger share of a step's completions gets no reward from anyone
+    # the run ends where a larger share of a step's completions gets no reward from anyone
+    max_abstained: Annotated[float, Bounds(min=0, max=1, interval=True, hint="a share")] = 0.5
     # For one call: on a group, or on a worker's share of the held-out completions. Calls of async functions wait side
     # by side, and what one waits for others counts.
-    function_timeout_s: float = 60.0
+    function_timeout_s: Seconds = 60.0
 
     def __post_init__(self) -> None:
-        at_least("reward", 1, num_workers=self.num_workers)
-        require(self.function_timeout_s > 0, f"reward.function_timeout_s={self.function_timeout_s} must be positive")
+        super().__post_init__()
+        weights = [source.weight for source in (*self.functions, *([self.model] if self.model else []))]
+        require(
+            not weights or any(weights),
+            "reward: every weight is 0, and so is every reward; give one of reward.functions or reward.model another",
+        )
 
     @property
     def num_replicas(self) -> int:
@@ -312,87 +331,73 @@ class RewardConfig:
 
 
 @dataclass(frozen=True)
-class AutoscaleConfig:
+class AutoscaleConfig(Section, key="rollout.autoscale"):
     """Bounds and thresholds of the pool's own scaling. A step's load is judged when its weights are published."""
 
-    min: int = 1  # workers of the pool's own kind
-    max: int = 1
-    wait_fraction: float = 0.25  # grow when the learner waits for samples for more than this part of a step
-    idle_fraction: float = 0.5  # shrink when workers are idle for more than this part of their time
-    patience_steps: int = 3  # so many steps in a row must agree
+    min: PositiveInt = 1  # workers of the pool's own kind
+    max: PositiveInt = 1
+    wait_fraction: OpenFraction = 0.25  # grow when the learner waits for samples for more than this part of a step
+    idle_fraction: OpenFraction = 0.5  # shrink when workers are idle for more than this part of their time
+    patience_steps: PositiveInt = 3  # so many steps in a row must agree
 
     def __post_init__(self) -> None:
-        at_least("rollout.autoscale", 1, min=self.min, patience_steps=self.patience_steps)
+        super().__post_init__()
         require(
             self.max >= self.min,
             f"rollout.autoscale.max={self.max} must be at least rollout.autoscale.min={self.min}",
         )
-        for key in ("wait_fraction", "idle_fraction"):
-            value = getattr(self, key)
-            require(0 < value < 1, f"rollout.autoscale.{key}={value} must lie between 0 and 1")
 
 
 @dataclass(frozen=True)
 class WorkerKindConfig:
     """Further rollout workers that differ from the pool's own: None takes the value from ``rollout``."""
 
-    num_workers: int = 1
-    tensor_parallel_size: int | None = None
-    gpu_memory_fraction: float | None = None
-    max_num_seqs: int | None = None
-    cpus_per_worker: int | None = None
-    resources: dict[str, float] = field(default_factory=dict)  # Ray resources, e.g. {"accelerator_type:A100": 0.001}
+    num_workers: NonNegativeInt = 1
+    tensor_parallel_size: PositiveInt | None = None
+    gpu_memory_fraction: OpenFraction | None = None
+    max_num_seqs: PositiveInt | None = None
+    cpus_per_worker: PositiveInt | None = None
+    # Ray resources, e.g. {"accelerator_type:A100": 0.001}
+    resources: dict[str, PositiveFloat] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class RolloutConfig:
+class RolloutConfig(Section, key="rollout"):
     """The pool of vLLM workers and how they sample."""
 
-    num_workers: int = 1
+    num_workers: NonNegativeInt = 1
     extra_kinds: dict[str, WorkerKindConfig] = field(default_factory=dict)  # further workers, by the name of their kind
     autoscale: AutoscaleConfig | None = None  # None: num_workers stays what it is, until `rlhf scale`
-    max_failures: int = 5  # workers in a row that cannot start, or that fail with the same group: the run gives up
-    tensor_parallel_size: int = 1
-    max_completion_tokens: int = 512
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1  # -1: all
+    # workers in a row that cannot start, or that fail with the same group: the run gives up
+    max_failures: Annotated[int, Bounds(min=2, max=INT32_MAX)] = 5
+    tensor_parallel_size: PositiveInt = 1
+    max_completion_tokens: PositiveInt = 512
+    temperature: Temperature = 1.0
+    top_p: PositiveFraction = 1.0
+    top_k: Annotated[int, Bounds(min=-1, max=INT32_MAX)] = -1  # -1: all
     stop: list[str] = field(default_factory=list)
     ignore_eos: bool = False
-    eval_temperature: float = 0.0
+    eval_temperature: NonNegativeFloat = 0.0  # 0: the likeliest token
     seed_requests: bool = True  # one generator per completion: the same samples for any number of workers
-    max_staleness: int = 0  # weight versions that a sample may lag behind; 0 is strictly on-policy
+    max_staleness: NonNegativeInt = 0  # weight versions that a sample may lag behind; 0 is strictly on-policy
     logprobs: bool = False  # ask vLLM for log-probabilities even when no correction uses them
-    gpu_memory_fraction: float = 0.85  # of one GPU, for weights and KV cache of all workers on it
-    cpu_kv_cache_mib: int = 128
-    max_num_seqs: int = 256
+    gpu_memory_fraction: OpenFraction = 0.85  # of one GPU, for weights and KV cache of all workers on it
+    cpu_kv_cache_mib: PositiveInt = 128
+    max_num_seqs: PositiveInt = 256
     enforce_eager: bool = False  # no CUDA graphs; CPU is always eager
-    weight_bucket_mib: int = 256  # extra memory bound of a weight publish
+    weight_bucket_mib: PositiveInt = 256  # extra memory bound of a weight publish
     engine_args: dict[str, Any] = field(default_factory=dict)  # passed to vLLM as they are
-    cpus_per_worker: int = 1
+    cpus_per_worker: PositiveInt = 1
 
     def __post_init__(self) -> None:
-        at_least(
-            "rollout",
-            1,
-            tensor_parallel_size=self.tensor_parallel_size,
-            max_completion_tokens=self.max_completion_tokens,
-            max_num_seqs=self.max_num_seqs,
-            weight_bucket_mib=self.weight_bucket_mib,
-            cpu_kv_cache_mib=self.cpu_kv_cache_mib,
-        )
-        require(self.cpus_per_worker >= 1, f"rollout.cpus_per_worker={self.cpus_per_worker} must be at least 1")
+        super().__post_init__()
+        require(self.top_k != 0, "rollout.top_k=0 must be positive, or -1 for all tokens")
         require(
-            self.top_k == -1 or self.top_k > 0, f"rollout.top_k={self.top_k} must be positive, or -1 for all tokens"
+            self.eval_temperature == 0 or self.eval_temperature >= MIN_TEMPERATURE,
+            f"rollout.eval_temperature={self.eval_temperature} must be 0, which is greedy, or at least "
+            f"{MIN_TEMPERATURE}",
         )
-        require(self.temperature > 0, f"rollout.temperature={self.temperature} must be positive: RL needs to explore")
-        require(0 < self.top_p <= 1, f"rollout.top_p={self.top_p} must lie in (0, 1]")
-        require(
-            0 < self.gpu_memory_fraction < 1,
-            f"rollout.gpu_memory_fraction={self.gpu_memory_fraction} must lie between 0 and 1",
-        )
-        at_least("rollout", 0, num_workers=self.num_workers, max_staleness=self.max_staleness)
-        at_least("rollout", 2, max_failures=self.max_failures)
+        require("" not in self.stop, "rollout.stop holds an empty text, which would stop at once; remove it")
         scale = self.autoscale
         require(
             scale is None or scale.min <= self.num_workers <= scale.max,
@@ -402,6 +407,13 @@ class RolloutConfig:
             DEFAULT_KIND not in self.extra_kinds,
             f"rollout.extra_kinds.{DEFAULT_KIND} is what rollout.num_workers counts; give it another name",
         )
+        for name, kind in self.extra_kinds.items():
+            own = sorted({"CPU", "GPU"} & kind.resources.keys())
+            require(
+                not own,
+                f"{kind_key(name)}.resources holds {' and '.join(own)}, which its cpus_per_worker and "
+                "tensor_parallel_size set; remove it there",
+            )
         self.kinds()
 
     def kinds(self) -> "dict[str, tuple[RolloutConfig, dict[str, float]]]":
@@ -420,15 +432,12 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
-class PlacementConfig:
+class PlacementConfig(Section, key="placement"):
     """Where the roles sit. On CPU the same keys place CPU bundles."""
 
     mode: Literal["separate", "colocate"] = "separate"
     device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: gpu where the cluster has any
-    timeout_s: float = 120.0  # for the cluster to grant the bundles
-
-    def __post_init__(self) -> None:
-        require(self.timeout_s > 0, f"placement.timeout_s={self.timeout_s} must be positive")
+    timeout_s: Seconds = 120.0  # for the cluster to grant the bundles
 
     @property
     def colocated(self) -> bool:
@@ -437,92 +446,94 @@ class PlacementConfig:
 
 
 @dataclass(frozen=True)
-class TimeoutConfig:
+class TimeoutConfig(Section, key="timeouts"):
     """Deadlines of every wait, in seconds."""
 
-    start_s: float = 900.0
-    generate_s: float = 1800.0
-    score_s: float = 1800.0
-    update_s: float = 3600.0
-    publish_s: float = 600.0
-    worker_silence_s: float = 300.0  # a rollout worker whose engine has not moved for so long is replaced
-    checkpoint_s: float = 1800.0
-
-    def __post_init__(self) -> None:
-        for key, value in vars(self).items():
-            require(value > 0, f"timeouts.{key}={value} must be positive")
+    start_s: Seconds = 900.0
+    generate_s: Seconds = 1800.0
+    score_s: Seconds = 1800.0
+    update_s: Seconds = 3600.0
+    publish_s: Seconds = 600.0
+    worker_silence_s: Seconds = 300.0  # a rollout worker whose engine has not moved for so long is replaced
+    checkpoint_s: Seconds = 1800.0
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Section, key="checkpoint"):
     """Every how many steps a resumable checkpoint is written, and how many are kept."""
 
-    every_steps: int = 0  # 0: only at the end and at Ctrl-C
-    keep: int = 2
+    every_steps: NonNegativeInt = 0  # 0: only at the end and at Ctrl-C
+    keep: PositiveInt = 2
     resume: str = "auto"  # auto: newest whole one of the run directory; none; or a checkpoint directory
     save_final_model: bool = True
-    max_restarts: int = 2  # of a run whose learner or another role died, from its last checkpoint
-
-    def __post_init__(self) -> None:
-        at_least("checkpoint", 0, every_steps=self.every_steps, max_restarts=self.max_restarts)
-        at_least("checkpoint", 1, keep=self.keep)
+    max_restarts: NonNegativeInt = 2  # of a run whose learner or another role died, from its last checkpoint
 
 
 @dataclass(frozen=True)
-class ChecksConfig:
+class ChecksConfig(Section, key="checks"):
     """What a run watches itself for, so that nothing goes wrong in silence."""
 
     probe: bool = True  # at start, the packed forward pass is compared with the model's own
     # What a NaN or an infinity does in a loss, a gradient, log-probabilities, values or advantages. stop: ends the run;
     # nothing of that training step is published or saved. skip: leaves out the optimiser steps it is in
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    max_skipped_steps: int = 3  # training steps in a row of which anything was left out; one more ends the run
-
-    def __post_init__(self) -> None:
-        at_least("checks", 0, max_skipped_steps=self.max_skipped_steps)
+    max_skipped_steps: NonNegativeInt = (
+        3  # training steps in a row of which anything was left out; one more ends the run
+    )
 
 
 @dataclass(frozen=True)
-class SamplingChecksConfig(ChecksConfig):
+class SamplingChecksConfig(ChecksConfig, key="checks"):
     """Whether rollout workers sample from the weights that the learner has: their log-probabilities are compared.
 
     The bounds are on the mean absolute difference over the compared tokens, in nats. null: by model.dtype.
     """
 
-    logprob_groups: int = 1  # groups of a compared step that are sampled with log-probabilities; 0: no comparison
-    logprob_every_steps: int = 1  # which steps are compared, beside the first
-    warn_logprob_difference: float | None = None  # null: 1e-3 in float32, 0.1 in bfloat16
-    max_logprob_difference: float | None = None  # a larger one ends the run; null: 1e-2 in float32, 0.5 in bfloat16
+    # groups of a compared step that are sampled with log-probabilities; 0: no comparison
+    logprob_groups: NonNegativeInt = 1
+    logprob_every_steps: PositiveInt = 1  # which steps are compared, beside the first
+    warn_logprob_difference: NonNegativeFloat | None = None  # null: 1e-3 in float32, 0.1 in bfloat16
+    # a larger one ends the run; null: 1e-2 in float32, 0.5 in bfloat16
+    max_logprob_difference: NonNegativeFloat | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        warn, stop = self.warn_logprob_difference, self.max_logprob_difference
+        require(
+            warn is None or stop is None or warn <= stop,
+            f"checks.warn_logprob_difference={warn} must be at most checks.max_logprob_difference={stop}, or the run "
+            "ends before it warns",
+        )
 
 
 @dataclass(frozen=True)
-class TrackingConfig:
+class TrackingConfig(Section, key="tracking"):
     """What is recorded of a run, beside metrics.jsonl and summary.json, which always are."""
 
     tensorboard: bool = True
     wandb_project: str | None = None
-    completions_every_steps: int = 5  # 0: never
-    completions_rows: int = 4
+    completions_every_steps: NonNegativeInt = 5  # 0: never
+    completions_rows: PositiveInt = 4
     progress: bool = True
 
 
 @dataclass(frozen=True)
-class RayConfig:
+class RayConfig(Section, key="ray"):
     """Which cluster. address None: $RAY_ADDRESS, else a local one started for this run."""
 
     address: str | None = None
-    object_store_mib: int = 1024  # local cluster only
+    object_store_mib: Annotated[int, Bounds(min=75, max=INT32_MAX)] = 1024  # local cluster only; Ray needs 75
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Section, key=""):
     """A whole run."""
 
     name: str = "run"
     run_dir: str = "runs/${name}"
-    seed: int = 0
-    num_steps: int = 100
-    eval_every_steps: int = 0  # 0: before the first and after the last step only
+    seed: Seed = 0
+    num_steps: PositiveInt = 100
+    eval_every_steps: NonNegativeInt = 0  # 0: before the first and after the last step only
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -539,22 +550,15 @@ class Config:
     ray: RayConfig = field(default_factory=RayConfig)
 
     def __post_init__(self) -> None:
-        at_least("", 1, num_steps=self.num_steps)
-        at_least("", 0, eval_every_steps=self.eval_every_steps)
-        at_least("rollout", 1, num_workers=self.rollout.num_workers)
+        super().__post_init__()
+        self.model.require_device(self.placement.device)
+        require(
+            self.rollout.num_workers > 0,
+            f"rollout.num_workers={self.rollout.num_workers} must be at least 1: a run starts with a worker of its own",
+        )
         if self.algorithm.rollout_correction == "auto":
             correction = "token_truncate" if self.rollout.max_staleness > 0 else "none"
             object.__setattr__(self, "algorithm", replace(self.algorithm, rollout_correction=correction))
-        for key, wanted in {
-            "rollout.max_staleness > 0": self.rollout.max_staleness > 0,
-            "rollout.autoscale": self.rollout.autoscale is not None,
-            "rollout.extra_kinds": bool(self.rollout.extra_kinds),
-        }.items():
-            require(
-                not (self.placement.colocated and wanted),
-                f"{key} needs rollout workers with GPUs of their own, and placement.mode=colocate shares the "
-                "learner's; use placement.mode=separate",
-            )
         require(
             bool(self.reward.functions) or self.reward.model is not None,
             "reward: nothing gives a reward; set reward.functions (e.g. [{path: exact_match}]) or reward.model.path",
@@ -565,6 +569,44 @@ class Config:
                 budget >= self.max_sequence_tokens,
                 f"{role}.micro_batch_tokens={budget} cannot hold one sequence of data.max_prompt_tokens + "
                 f"rollout.max_completion_tokens = {self.max_sequence_tokens}; use at least that",
+            )
+        self._check_completions()
+        self._check_warmup()
+        self._check_colocation()
+
+    def _check_completions(self) -> None:
+        require(
+            not (self.rollout.ignore_eos and self.algorithm.mask_truncated_completions) or bool(self.rollout.stop),
+            "rollout.ignore_eos=true lets every completion run to its limit, and algorithm.mask_truncated_completions="
+            "true trains on none of those; set one of them to false",
+        )
+
+    def _check_warmup(self) -> None:
+        alone = self.critic.warmup_steps if self.uses_critic else 0
+        require(
+            alone < self.num_steps,
+            f"critic.warmup_steps={alone} leaves none of num_steps={self.num_steps} to the policy; use at most "
+            f"{self.num_steps - 1}",
+        )
+        steps = {"learner": self.num_steps - alone} | ({"critic": self.num_steps} if self.uses_critic else {})
+        for role, count in steps.items():
+            warmup, total = getattr(self, role).optimizer.warmup_steps, count * self.algorithm.steps_per_update
+            require(
+                warmup <= total,
+                f"{role}.optimizer.warmup_steps={warmup} is more than the {total} optimiser steps that this run takes "
+                f"with it; use at most {total}, or raise num_steps",
+            )
+
+    def _check_colocation(self) -> None:
+        for key, wanted in {
+            "rollout.max_staleness > 0": self.rollout.max_staleness > 0,
+            "rollout.autoscale": self.rollout.autoscale is not None,
+            "rollout.extra_kinds": bool(self.rollout.extra_kinds),
+        }.items():
+            require(
+                not (self.placement.colocated and wanted),
+                f"{key} needs rollout workers with GPUs of their own, and placement.mode=colocate shares the "
+                "learner's; use placement.mode=separate",
             )
         require(
             not self.placement.colocated or self._fits_shared_bundles(),
@@ -621,33 +663,35 @@ class Config:
 
 
 @dataclass(frozen=True)
-class PreferenceDataConfig:
+class PreferenceDataConfig(Section, key="data"):
     """Preference pairs. A source is ``task:NAME`` or a ``.jsonl`` file with prompt, chosen, rejected and, optionally,
     margin: by how much the chosen answer's score should at least exceed the other's."""
 
     train: str = MISSING
     eval: str | None = None  # None: no evaluation
-    eval_size: int = 256  # at most so many held-out pairs
+    eval_size: PositiveInt = 256  # at most so many held-out pairs
     task_args: dict[str, Any] = field(default_factory=dict)  # for task:NAME, both splits
-    max_tokens: int = 1024  # per text, prompt included; the end is kept, as reward.model.max_tokens does
+    max_tokens: PositiveInt = 1024  # per text, prompt included; the end is kept, as reward.model.max_tokens does
     date: str | None = None  # YYYY-MM-DD, for templates that ask for today's; null: the day on which the run began
     shuffle: bool = True
 
     def __post_init__(self) -> None:
-        at_least("data", 1, max_tokens=self.max_tokens, eval_size=self.eval_size)
+        super().__post_init__()
+        require_date("data.date", self.date)
 
 
 @dataclass(frozen=True)
-class RewardTrainingConfig:
+class RewardTrainingConfig(Section, key=""):
     """A run of ``rlhf train-reward``: a scalar reward model from preference pairs."""
 
     name: str = "reward"
     run_dir: str = "runs/${name}"
-    seed: int = 0
-    num_epochs: int = 1
-    batch_pairs: int = 64  # per optimiser step
-    eval_every_steps: int = 0  # 0: before the first and after the last step only
-    center_coef: float = 0.0  # weight of (chosen + rejected)^2, which keeps scores around zero; 0.01 is usual
+    seed: Seed = 0
+    num_epochs: PositiveInt = 1
+    batch_pairs: PositiveInt = 64  # per optimiser step
+    eval_every_steps: NonNegativeInt = 0  # 0: before the first and after the last step only
+    # weight of (chosen + rejected)^2, which keeps scores around zero; 0.01 is usual
+    center_coef: NonNegativeFloat = 0.0
     model: ModelConfig = field(default_factory=ModelConfig)  # a causal LM, or a classifier to go on from
     data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
     learner: LearnerConfig = field(
@@ -661,8 +705,8 @@ class RewardTrainingConfig:
     ray: RayConfig = field(default_factory=RayConfig)
 
     def __post_init__(self) -> None:
-        at_least("config", 1, num_epochs=self.num_epochs, batch_pairs=self.batch_pairs)
-        at_least("config", 0, eval_every_steps=self.eval_every_steps, center_coef=self.center_coef)
+        super().__post_init__()
+        self.model.require_device(self.placement.device)
         require(
             self.learner.micro_batch_tokens >= self.max_pair_tokens,
             f"learner.micro_batch_tokens={self.learner.micro_batch_tokens} cannot hold one pair of 2 x "

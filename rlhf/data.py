@@ -16,7 +16,7 @@ import numpy as np
 from rlhf.batch import Prompt
 from rlhf.config import DataConfig
 from rlhf.errors import CheckpointError, ConfigError, DataError
-from rlhf.rewards.compose import ARGUMENTS
+from rlhf.rewards.loading import ARGUMENTS
 from rlhf.tasks import Split, task_rows
 
 if TYPE_CHECKING:

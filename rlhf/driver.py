@@ -12,8 +12,9 @@ from rlhf.algorithms import Algorithm
 from rlhf.batch import Prompt, TrainBatch
 from rlhf.checkpoint import CheckpointStore, read_state
 from rlhf.config import Config
+from rlhf.gate import SamplingGate, compared_tokens
 from rlhf.nonfinite import SkippedSteps, nonfinite_tensors, take_skip_report
-from rlhf.rewards import combine
+from rlhf.rewards.total import check_abstained, combine
 from rlhf.roles import Critic, Learner, Metrics, Reference, Reward, Rollouts
 from rlhf.stream import Batch, GroupStream, merge_parts, sample_once
 from rlhf.tracking import Roofline, Tracker, rollout_metrics
@@ -39,6 +40,7 @@ class Driver:
     algorithm: Algorithm
     stream: GroupStream
     eval_prompts: Sequence[Prompt]
+    gate: SamplingGate
     tracker: Tracker
     roofline: Roofline
     checkpoints: CheckpointStore
@@ -66,6 +68,7 @@ class Driver:
                 batch, metrics, nonfinite = self.assign_advantages(batch)
             with phase("update"):
                 metrics |= self.update(batch, nonfinite)
+            self.judge(metrics)
             self.step += 1
             with phase("publish"):
                 metrics |= self.publish()
@@ -78,13 +81,19 @@ class Driver:
             self.save()
 
     def score(self, sampled: Batch) -> TrainBatch:
-        """What the learners know of the batch, submitted at once, then awaited; others scored it as it came in."""
+        """The rewards, and what the learners know of the batch: submitted at once, then awaited.
+
+        Raises RewardError where more of the completions have no reward than ``reward.max_abstained`` allows.
+        """
         roles, batch = self.roles, sampled.packed
+        rewards = combine(sampled.scores, roles.reward.weights())
+        check_abstained(rewards, roles.reward.weights(), self.config.reward.max_abstained)
         roles.rollouts.sleep()
         old_logprobs = roles.learner.score(batch) if self.algorithm.needs_old_logprobs else None
         values = roles.critic.score(batch) if roles.critic else None
         return batch.with_(
-            rewards=combine(sampled.scores, roles.reward.weights()),
+            compared=compared_tokens(batch, self.step),
+            rewards=rewards,
             old_logprobs=old_logprobs.result() if old_logprobs else None,
             values=values.result() if values else None,
         )
@@ -116,6 +125,11 @@ class Driver:
             if policy and not nonfinite:
                 self.algorithm.adapt(batch)
         return metrics | self.skipped.record(self.step + 1, nonfinite, self.tracker.note)
+
+    def judge(self, metrics: Metrics) -> None:
+        """Warns where sampler and learner disagree; raises SamplingError where they disagree too much to go on."""
+        if warning := self.gate.judge(metrics, self.step):
+            self.tracker.note(warning)
 
     def publish(self) -> Metrics:
         """Every live rollout worker gets the learner's weights as version ``step``, verified."""

@@ -20,11 +20,12 @@ from rlhf.config import LearnerConfig, OptimizerConfig, require
 from rlhf.errors import CheckpointError
 from rlhf.models import PackedInputs, PackedModel, packed_inputs
 from rlhf.parking import Parking
+from rlhf.probe import check_packing
 from rlhf.weights import gathered_state_dict
 
 LossFn = Callable[[Any, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
 """(model output, its micro-batch on the same device) -> (loss, stats): sums, which simply add up over micro-batches and
-ranks. It should not wait for the device: below ZeRO-3, whose backward waits anyway, the host then works ahead."""
+ranks, but for a stat whose name ends in ``_max``, of which the largest is kept. It should not wait for the device: below ZeRO-3, whose backward waits anyway, the host then works ahead."""
 
 DUMMY_TOKENS = 2  # a rank without a sequence in some round runs this many tokens at zero weight
 
@@ -59,7 +60,7 @@ def deepspeed_config(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any
     low_precision = dtype == torch.bfloat16
     require(
         not (low_precision and config.float32_gradients) or config.can_sum_in_float32,
-        f"{config.SECTION}.float32_gradients=true: DeepSpeed cannot with a bfloat16 model, {config.SECTION}.zero_stage="
+        f"{config.KEY}.float32_gradients=true: DeepSpeed cannot with a bfloat16 model, {config.KEY}.zero_stage="
         f"{config.zero_stage} and offload_optimizer={str(config.offload_optimizer).lower()}; use "
         "float32_gradients=null, zero_stage=3, or 1 or 2 without offload_optimizer",
     )
@@ -172,6 +173,12 @@ class Engine:
     def world_size(self) -> int:
         return dist.get_world_size()
 
+    def probe(self, *, key: str) -> None:
+        """Raises ConfigError, naming ``key``, where packing would not give the model's own numbers. Collective."""
+        self.engine.eval()
+        check_packing(self.engine, self.model, self.device, key=key)
+        self.release_gathered()
+
     @torch.no_grad()
     def forward(
         self, micro_batches: Sequence[TrainBatch | None], pick: Callable[[Any], Tensor], *, share_prompts: bool = False
@@ -204,8 +211,7 @@ class Engine:
                 loss, stats = loss_fn(output, batch.to(self.device))
                 stats = {"loss": loss.detach(), **stats}
             for name, value in stats.items():
-                value = value.detach().float()
-                sums[name] = sums[name] + value if name in sums else value
+                add_stat(sums, name, value.detach().float())
             if batch is not None:
                 loss = loss + _poison(output, sums["loss"])
             self.engine.backward(loss * self.world_size)  # DeepSpeed averages over ranks; our loss is a sum
@@ -245,7 +251,7 @@ class Engine:
         totals: dict[str, float] = {}
         for part in gathered:
             for name, value in (part or {}).items():
-                totals[name] = totals.get(name, 0.0) + value
+                add_stat(totals, name, value)
         return totals
 
     def release_gathered(self) -> None:
@@ -302,8 +308,26 @@ class Engine:
         self.release_gathered()
         state = gathered_state_dict(self.model)
         if self.rank == 0:
-            self.model.lm.save_pretrained(directory, state_dict=state, safe_serialization=True)
+            with self.model.original_config():
+                self.model.lm.save_pretrained(directory, state_dict=state, safe_serialization=True)
         dist.barrier()
+
+
+def is_maximum(name: str) -> bool:
+    """Whether the parts of a stat are not added up: of these the largest is kept."""
+    return name.endswith("_max")
+
+
+def add_stat(stats: dict[str, Any], name: str, value: Any) -> None:
+    """Joins a part of a stat (a number, or a 0-dim tensor) with those before it; NaN stays NaN."""
+    if name not in stats:
+        stats[name] = value
+    elif is_maximum(name):
+        stats[name] = torch.maximum(torch.as_tensor(stats[name]), torch.as_tensor(value))
+        if not isinstance(value, Tensor):
+            stats[name] = stats[name].item()
+    else:
+        stats[name] = stats[name] + value
 
 
 def _dummy_batch() -> TrainBatch:

@@ -44,6 +44,14 @@ class WeightSyncError(RlhfError, RuntimeError):
     """A weight version could not be committed on every worker that received it."""
 
 
+class UnwrittenWeightsError(WeightSyncError):
+    """vLLM's model has weights that no publish writes: it would sample from something that nobody trains."""
+
+
+class SamplingError(RlhfError, RuntimeError):
+    """The rollout workers' log-probabilities are not the learner's: they do not sample from what is trained."""
+
+
 class NonFiniteError(RlhfError, FloatingPointError):
     """A loss, gradient, log-probability or advantage is NaN or infinite, and nothing was learnt from it."""
 

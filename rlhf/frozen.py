@@ -8,9 +8,10 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlhf.batch import Rollout, TrainBatch, merge_scores
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, RewardError
 from rlhf.models import PackedModel, PolicyModel, ScalarModel, packed_inputs
 from rlhf.packing import plan_micro_batches, prompt_units, worth_sharing
+from rlhf.probe import check_packing
 
 
 class FrozenScorer:
@@ -23,9 +24,14 @@ class FrozenScorer:
         token_budget: int,
         device: torch.device,
         compiled: bool = False,
+        probe_key: str | None = None,
     ) -> None:
-        """``compiled``: fuse the decoder layers, on a GPU (a CPU would take minutes to gain nothing)."""
+        """``compiled``: fuse the decoder layers, on a GPU (a CPU would take minutes to gain nothing). ``probe_key``:
+        check first that packing gives the model's own numbers, and call the model so where it does not (ConfigError).
+        """
         self.model = model.to(device).eval().requires_grad_(False)
+        if probe_key is not None:
+            check_packing(self.model, self.model, device, key=probe_key)
         if compiled and device.type == "cuda":
             self.model.compile_layers()
         self._token_budget, self._device = token_budget, device
@@ -64,11 +70,15 @@ class RewardModel:
         token_budget: int,
         device: torch.device,
         compiled: bool = False,
+        probe_key: str | None = None,
     ) -> None:
-        """``path``: where its tokenizer is; ``max_tokens``: per text; ``compiled``: as of FrozenScorer."""
+        """``path``: where its tokenizer is; ``max_tokens``: per text; the last two: see FrozenScorer."""
+        self._path = path
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self._max_tokens = min(max_tokens, token_budget - 1)  # last_token_batch appends one
-        self._scorer = FrozenScorer(model, token_budget=token_budget, device=device, compiled=compiled)
+        self._scorer = FrozenScorer(
+            model, token_budget=token_budget, device=device, compiled=compiled, probe_key=probe_key
+        )
 
     def score(self, groups: Sequence[Sequence[Rollout]], texts: Sequence[Sequence[str]]) -> list[list[float]]:
         """By group, one score per rollout; ``texts`` are the completions."""
@@ -76,8 +86,15 @@ class RewardModel:
         return self.score_tokens([list(map(self._tokenise, group, completions)) for group, completions in pairs])
 
     def score_tokens(self, groups: Sequence[Sequence[list[int]]]) -> list[list[float]]:
-        """By group, the model's scalar at the last token of each sequence."""
-        return [scores.tolist() for scores in self._scorer.score([last_token_batch(group) for group in groups])]
+        """By group, the model's scalar at the last token of each sequence. Raises RewardError unless all are finite."""
+        scores = self._scorer.score([last_token_batch(group) for group in groups])
+        for found in scores:
+            if not found.isfinite().all():
+                raise RewardError(
+                    f"reward.model.path={self._path}: it gave {found[~found.isfinite()][0].item()} for a completion; "
+                    "look for NaN in its weights, or set model.dtype=float32"
+                )
+        return [found.tolist() for found in scores]
 
     def _tokenise(self, rollout: Rollout, text: str) -> list[int]:
         prompt = rollout.prompt

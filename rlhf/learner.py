@@ -22,7 +22,7 @@ from rlhf.algorithms.losses import (
 )
 from rlhf.batch import TrainBatch, merge_scores
 from rlhf.config import AlgorithmConfig
-from rlhf.engine import Engine, LossFn
+from rlhf.engine import Engine, LossFn, add_stat, is_maximum
 from rlhf.nonfinite import skip_report
 from rlhf.packing import Unit, plan_micro_batches, prompt_units, split_minibatches, worth_sharing
 
@@ -75,7 +75,8 @@ class PackedLearner:
         return [i for indices in mine for i in indices], torch.cat(pieces) if pieces else torch.empty(0)
 
     def _optimise(self, steps: Sequence[TrainBatch], make_loss: Callable[[int], LossFn]) -> dict[str, float]:
-        """One optimiser step per batch; the mean of the metrics of those that were taken, and ``skip_report``."""
+        """One optimiser step per batch. The mean of the metrics of those that were taken (of a ``_max`` the largest; of
+        all if none was), and ``skip_report``."""
         results: list[dict[str, float]] = []
         for batch in steps:
             assert batch.loss_weights is not None
@@ -84,10 +85,16 @@ class PackedLearner:
             mine = self._micro_batches(batch, share_prompts=share_prompts)
             selected = [batch.select(indices) if indices else None for indices in mine]
             results.append(self.engine.step(selected, make_loss(num_tokens), share_prompts=share_prompts))
-        taken = [result for result in results if not result["skipped"]] or results
-        names = dict.fromkeys(name for result in taken for name in result if name != "skipped")
-        means = {name: sum(result.get(name, 0.0) / len(taken) for result in taken) for name in names}
-        return means | skip_report(results)
+        counted = [result for result in results if not result["skipped"]] or results
+        means: dict[str, float] = {}
+        for result in counted:
+            for name, value in result.items():
+                add_stat(means, name, value if is_maximum(name) else value / len(counted))
+        skipped = skip_report(results)
+        if skipped:  # these are shares of all that is compared in the update
+            means = {name: value for name, value in means.items() if not name.startswith("sampling/")}
+        del means["skipped"]
+        return means | skipped
 
 
 class BatchLearner(PackedLearner):
@@ -118,6 +125,11 @@ class BatchLearner(PackedLearner):
         return steps
 
 
+def with_reward(batch: TrainBatch) -> Tensor:
+    """bool [N]: tokens of completions that have a reward."""
+    return (~batch.abstained).repeat_interleave(batch.completion_lengths)
+
+
 class PolicyLearner(BatchLearner):
     """The policy's clipped surrogate over completion tokens."""
 
@@ -146,7 +158,10 @@ class PolicyLearner(BatchLearner):
         """
         batch = self._score_beforehand(batch)
         steps = [part.with_(loss_weights=self._weights(part)) for part in self._steps(batch, step)]
-        metrics = self._optimise(steps, lambda num_tokens: lambda out, micro: self._loss(out, micro, num_tokens))
+        compared = sum(int(part.compared.sum()) for part in steps if part.compared is not None) / len(steps)
+        metrics = self._optimise(
+            steps, lambda num_tokens: lambda out, micro: self._loss(out, micro, num_tokens, compared)
+        )
         names = PPO_NAMES if self.config.name == "ppo" else {}
         return {names.get(name, name): value for name, value in metrics.items()}
 
@@ -163,9 +178,10 @@ class PolicyLearner(BatchLearner):
 
     def _counted(self, batch: TrainBatch) -> Tensor:
         """bool [N]: the tokens that have a part in the loss at all."""
+        counted = with_reward(batch)
         if self.config.mask_truncated_completions:
-            return truncation_mask(batch.completion_lengths, batch.truncated)
-        return torch.ones(batch.num_completion_tokens, dtype=torch.bool)
+            counted = counted & truncation_mask(batch.completion_lengths, batch.truncated)
+        return counted
 
     def _weights(self, batch: TrainBatch) -> Tensor:
         return token_weights(
@@ -176,8 +192,10 @@ class PolicyLearner(BatchLearner):
         )
 
     def _loss(
-        self, output: tuple[Tensor, Tensor], batch: TrainBatch, num_tokens: int
+        self, output: tuple[Tensor, Tensor], batch: TrainBatch, num_tokens: int, num_compared: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        """``num_tokens``: that count in the optimiser step; ``num_compared``: that are compared with the sampler, on
+        average over the optimiser steps of this update, whose stats are averaged."""
         logprobs, entropy = output
         weights = batch.loss_weights
         assert batch.advantages is not None and weights is not None
@@ -198,9 +216,10 @@ class PolicyLearner(BatchLearner):
             loss = loss + entropy_bonus(entropy, weights, coef=self.config.entropy_coef)
         counted = weights != 0
         stats["entropy"] = (entropy.detach() * counted).sum() / max(num_tokens, 1)
-        if batch.rollout_logprobs is not None:
-            gap = (old - batch.rollout_logprobs).abs()
-            stats["sampling/logprob_difference_mean"] = (gap * counted).sum() / max(num_tokens, 1)
+        if batch.compared is not None and batch.rollout_logprobs is not None and num_compared:
+            gap = torch.where(batch.compared, (old - batch.rollout_logprobs).abs(), 0.0)
+            stats["sampling/logprob_difference_mean"] = gap.sum() / num_compared
+            stats["sampling/logprob_difference_max"] = gap.max()
         return loss, stats
 
     def _rollout_ratio(self, old: Tensor, batch: TrainBatch) -> Tensor | None:
@@ -230,7 +249,7 @@ class ValueLearner(BatchLearner):
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
         """All optimiser steps of training step ``step``, counted from 0, over the same mini-batches as the policy's."""
         steps = [
-            part.with_(loss_weights=token_weights(part.completion_lengths, loss_type="dapo"))
+            part.with_(loss_weights=token_weights(part.completion_lengths, loss_type="dapo", mask=with_reward(part)))
             for part in self._steps(batch, step)
         ]
         metrics = self._optimise(steps, lambda num_tokens: lambda out, micro: self._loss(out, micro))

@@ -1,25 +1,25 @@
-"""Models over packed sequences: loading, attention that respects sequence borders, and log-probabilities in chunks.
+"""Models over packed sequences: loading, inputs, and log-probabilities in chunks.
 
 A packed forward takes all tokens of a micro-batch as one row ``[1, T]`` without padding. Attention never crosses a
 sequence border, positions restart at each, and vocabulary-sized logits exist for some hundred tokens at a time only.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from rlhf.attention import PACKED_ATTENTION
 from rlhf.batch import TrainBatch, to_device
 from rlhf.errors import ConfigError
+from rlhf.families import Adjusted, LogitShape, load_model_config
 from rlhf.packing import Unit, whole_groups
-
-PACKED_ATTENTION = "rlhf_packed"
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,13 @@ class PackedInputs:
     predictors: Tensor  # int64 [N]: the position whose hidden state predicts each completion token
     targets: Tensor  # int64 [N]: the completion tokens themselves
     attended: Tensor | None  # int64 [K]: the tokens that the spans attend to, one span after the other; None: its own
+
+
+@dataclass(frozen=True)
+class WholeSequence:
+    """One sequence by itself, for a model as it was loaded (``PackedModel.as_loaded``): int64 ``[L]``."""
+
+    tokens: Tensor
 
 
 def packed_inputs(batch: TrainBatch, device: torch.device, *, share_prompts: bool = False) -> PackedInputs:
@@ -94,66 +101,20 @@ def _attended(batch: TrainBatch, groups: Sequence[Unit], place: Tensor) -> Tenso
     return torch.cat(found)
 
 
-def _packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    cu_seq_lens_q: Tensor,
-    cu_seq_lens_k: Tensor,
-    max_length_q: int,
-    max_length_k: int,
-    attended: Tensor | None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Causal attention within each span of a packed row: q ``[1, heads, T, d]``, k and v ``[1, kv_heads, T, d]``.
-
-    A span's last token sees all that the span attends to, the token before it one less, and so on. CUDA: one
-    variable-length kernel. CPU: one exact call per span (block-diagonal, and no work off the diagonal). Returns
-    ``[1, T, heads, d]`` as transformers expects it.
-    """
-    if attended is not None:  # the gradients of a prompt's copies add up in float32
-        key, value = (t.float().index_select(2, attended).to(t.dtype) for t in (key, value))
-    if query.is_cuda:
-        from torch.nn.attention.varlen import varlen_attn
-
-        # torch 2.11 has no grouped queries here: every key-value head is repeated, while it is laid out anew anyway
-        repeats = query.shape[1] // key.shape[1]
-        q = query[0].transpose(0, 1).contiguous()
-        k, v = (_repeat_heads(t[0].transpose(0, 1), repeats) for t in (key, value))
-        out = varlen_attn(
-            q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, window_size=(-1, 0), scale=scaling
-        )
-        assert isinstance(out, Tensor)
-        return out[None], None
-    pieces = []
-    for (a, b), (c, d) in zip(_slices(cu_seq_lens_q), _slices(cu_seq_lens_k), strict=True):
-        whole = b - a == d - c
-        mask = None if whole else torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a))
-        q, k, v = query[:, :, a:b], key[:, :, c:d], value[:, :, c:d]
-        pieces.append(F.scaled_dot_product_attention(q, k, v, mask, is_causal=whole, scale=scaling, enable_gqa=True))
-    return torch.cat(pieces, dim=2).transpose(1, 2), None
+def _shaped(logits: Tensor, shape: LogitShape, temperature: float) -> tuple[Tensor, Tensor | None]:
+    """What the softmax gets of an LM head's output, float32; and the soft cap's derivative there, None without one."""
+    z = logits.float() * shape.scale
+    if shape.softcap is None:
+        return z / temperature, None
+    bounded = torch.tanh(z / shape.softcap)
+    return shape.softcap * bounded / temperature, 1 - bounded.square()
 
 
-def _repeat_heads(packed: Tensor, repeats: int) -> Tensor:
-    """[T, heads, d] -> [T, heads x repeats, d], contiguous, each head's copies side by side; one pass over memory."""
-    tokens, heads, width = packed.shape
-    return packed[:, :, None].expand(tokens, heads, repeats, width).reshape(tokens, heads * repeats, width).contiguous()
-
-
-def _slices(borders: Tensor) -> list[tuple[int, int]]:
-    return list(pairwise(borders.tolist()))
-
-
-AttentionInterface.register(PACKED_ATTENTION, _packed_attention)
-
-
-def _score_chunk(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def _score_chunk(
+    logits: Tensor, targets: Tensor, shape: LogitShape, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """logits [n, V] -> log-probability of the targets, entropy, and log normaliser, float32 [n]."""
-    z = logits.float() / temperature
+    z, _ = _shaped(logits, shape, temperature)
     norm = z.logsumexp(-1)
     entropy = norm - ((z - norm[:, None]).exp() * z).sum(-1)
     return z.gather(-1, targets[:, None])[:, 0] - norm, entropy, norm
@@ -166,17 +127,20 @@ def _logits_gradient(
     entropy: Tensor,
     grad_logprobs: Tensor,
     grad_entropy: Tensor,
+    shape: LogitShape,
     temperature: float,
 ) -> Tensor:
     """The gradient of a chunk's logits [n, V], in their dtype.
 
     With ``p = softmax(z)``: ``d logp_t / dz = onehot(t) - p`` and ``dH / dz = -p (log p + H)``.
     """
-    log_p = logits.float() / temperature - norm[:, None]
+    z, derivative = _shaped(logits, shape, temperature)
+    log_p = z - norm[:, None]
     at_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
     own = torch.where(at_target, grad_logprobs[:, None], 0.0)
     rest = grad_logprobs[:, None] + grad_entropy[:, None] * (log_p + entropy[:, None])
-    return ((own - log_p.exp() * rest) / temperature).to(logits.dtype)
+    gradient = (own - log_p.exp() * rest) * (shape.scale / temperature)
+    return (gradient if derivative is None else gradient * derivative).to(logits.dtype)
 
 
 @functools.cache
@@ -186,34 +150,48 @@ def _fused(function: Callable[..., Any], device_type: str) -> Callable[..., Any]
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """log softmax at the targets, and entropy, of ``hidden @ weight.T / temperature``, without whole logits.
+    """log softmax at the targets, and entropy, of what an LM head makes of hidden states, without whole logits.
 
     Forward keeps hidden states, one normaliser and one entropy per token; backward recomputes each chunk's logits.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        shape: LogitShape,
+        temperature: float,
+        chunk: int,
     ) -> tuple[Tensor, Tensor]:
         score = _fused(_score_chunk, hidden.device.type)
-        parts = [score(hidden[part] @ weight.T, targets[part], temperature) for part in _chunks(len(hidden), chunk)]
+        parts = [
+            score(F.linear(hidden[part], weight, bias), targets[part], shape, temperature)
+            for part in _chunks(len(hidden), chunk)
+        ]
         logprobs, entropy, norm = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, weight, targets, norm, entropy)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.save_for_backward(hidden, weight, bias, targets, norm, entropy)
+        ctx.shape, ctx.temperature, ctx.chunk = shape, temperature, chunk
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, norm, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, norm, entropy = ctx.saved_tensors
         gradient = _fused(_logits_gradient, hidden.device.type)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
         for part in _chunks(len(hidden), ctx.chunk):
             per_token = (x[part] for x in (targets, norm, entropy, *grads))
-            grad_logits = gradient(hidden[part] @ weight.T, *per_token, ctx.temperature)
+            grad_logits = gradient(F.linear(hidden[part], weight, bias), *per_token, ctx.shape, ctx.temperature)
             grad_hidden[part] = grad_logits @ weight
             grad_weight += grad_logits.T @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0, dtype=torch.float32)
+        grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None
 
 
 def _chunks(length: int, size: int) -> list[slice]:
@@ -227,29 +205,70 @@ class LogprobHead(nn.Linear):
     """
 
     def forward(  # type: ignore[override]
-        self, hidden: Tensor, targets: Tensor, temperature: float, chunk: int
+        self, hidden: Tensor, targets: Tensor, shape: LogitShape, temperature: float, chunk: int
     ) -> tuple[Tensor, Tensor]:
         """hidden ``[N, H]``, targets int64 ``[N]`` -> (log-probabilities, entropy), float32 ``[N]``, nats."""
-        assert self.bias is None, "LM heads with a bias are refused at load"
-        return _ChunkedLogprobs.apply(hidden, self.weight, targets, temperature, chunk)  # type: ignore[return-value]
+        return _ChunkedLogprobs.apply(hidden, self.weight, self.bias, targets, shape, temperature, chunk)  # type: ignore[return-value]
+
+
+class ScalarHead(nn.Linear):
+    """A score head that computes in float32 whatever its weights are: one number is a sum over thousands."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[..., H]`` -> float32 ``[..., 1]``."""
+        return F.linear(input.float(), self.weight.float(), None if self.bias is None else self.bias.float())
 
 
 class PackedModel(nn.Module):
     """A Hugging Face model run over packed sequences."""
 
-    def __init__(self, lm: PreTrainedModel) -> None:
+    def __init__(self, lm: PreTrainedModel, original: dict[str, Any] | None = None) -> None:
+        """``original``: what keys of ``lm.config`` said that were adjusted for training (``rlhf.families``)."""
         super().__init__()
-        self.lm = lm
+        self.lm, self._original = lm, original or {}
+
+    @property
+    def backbone(self) -> nn.Module:
+        """The model below its head."""
+        return getattr(self.lm, self.lm.base_model_prefix)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers, whatever their family calls them."""
+        lists = [module for module in self.backbone.modules() if isinstance(module, nn.ModuleList)]
+        return max(lists, key=len)
 
     def compile_layers(self) -> None:
         """Fuses the element-wise work of each decoder layer. Not under ZeRO-3, whose hooks would cut it to pieces."""
-        for layer in getattr(self.lm, self.lm.base_model_prefix).layers:
+        for layer in self.layers:
             layer.compile(dynamic=True)
+
+    @contextmanager
+    def as_loaded(self) -> Iterator[None]:
+        """transformers' own eager attention: meanwhile the model takes a WholeSequence and gives its own logits."""
+        self.lm.set_attn_implementation("eager")
+        try:
+            yield
+        finally:
+            self.lm.set_attn_implementation(PACKED_ATTENTION)
+
+    def _own_logits(self, sequence: WholeSequence) -> Tensor:
+        """float ``[1, L, V]`` of a causal LM, ``[1, 1]`` of a classifier."""
+        return self.lm(input_ids=sequence.tokens[None], use_cache=False).logits
+
+    @contextmanager
+    def original_config(self) -> Iterator[None]:
+        """``lm.config`` as it was loaded: for saving."""
+        adjusted = {name: getattr(self.lm.config, name) for name in self._original}
+        vars(self.lm.config).update(self._original)
+        try:
+            yield
+        finally:
+            vars(self.lm.config).update(adjusted)
 
     def hidden(self, inputs: PackedInputs) -> Tensor:
         """The last hidden states, ``[T, H]``."""
-        backbone = getattr(self.lm, self.lm.base_model_prefix)
-        output = backbone(
+        output = self.backbone(
             input_ids=inputs.tokens[None],
             position_ids=inputs.positions[None],
             use_cache=False,
@@ -265,66 +284,141 @@ class PackedModel(nn.Module):
 class PolicyModel(PackedModel):
     """Scores completion tokens with their log-probabilities under the sampling temperature."""
 
-    def __init__(self, lm: PreTrainedModel, *, temperature: float, chunk_tokens: int) -> None:
-        super().__init__(lm)
+    def __init__(
+        self, lm: PreTrainedModel, *, temperature: float, chunk_tokens: int, original: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__(lm, original)
         self.temperature, self.chunk_tokens = temperature, chunk_tokens
+        self.logit_shape = LogitShape.of(lm.config)
         head = lm.get_output_embeddings()
-        shaped = {k: v for k in ("final_logit_softcapping", "logit_scale") if (v := getattr(lm.config, k, None))}
-        if not isinstance(head, nn.Linear) or head.bias is not None or shaped:
+        if type(head) is not nn.Linear:
             raise ConfigError(
-                f"model.path: {type(lm).__name__} has an LM head that is not a plain linear layer "
-                f"({shaped or 'bias'}); Llama-, Qwen- and Mistral-shaped models work"
+                f"model.path: the LM head of {type(lm).__name__} is a {type(head).__name__}; models with a linear one "
+                "are supported (docs/models.md)"
             )
         head.__class__ = LogprobHead
 
-    def forward(self, inputs: PackedInputs) -> tuple[Tensor, Tensor]:
-        """(log-probabilities, entropy) of the completion tokens, float32 ``[N]``, nats."""
+    @contextmanager
+    def as_loaded(self) -> Iterator[None]:
+        """As the base class's, with the LM head's plain logits."""
+        head = self.lm.get_output_embeddings()
+        assert isinstance(head, nn.Linear)
+        head.__class__ = nn.Linear
+        try:
+            with super().as_loaded():
+                yield
+        finally:
+            head.__class__ = LogprobHead
+
+    def forward(self, inputs: PackedInputs | WholeSequence) -> tuple[Tensor, Tensor] | Tensor:
+        """(log-probabilities, entropy) of the completion tokens, float32 ``[N]``, nats; or the LM's own logits."""
+        if isinstance(inputs, WholeSequence):
+            return self._own_logits(inputs)
         hidden = self.hidden(inputs)[inputs.predictors]
         head = self.lm.get_output_embeddings()
         assert isinstance(head, LogprobHead)
-        return head(hidden, inputs.targets, self.temperature, self.chunk_tokens)
+        return head(hidden, inputs.targets, self.logit_shape, self.temperature, self.chunk_tokens)
 
 
 class ScalarModel(PackedModel):
     """A sequence-classification model with one label: the critic, and the reward model in training."""
 
-    def forward(self, inputs: PackedInputs) -> Tensor:
-        """float32 ``[N]``: the score at the position that predicts each completion token.
+    def __init__(self, lm: PreTrainedModel, original: dict[str, Any] | None = None) -> None:
+        super().__init__(lm, original)
+        head = getattr(lm, "score", None)
+        if type(head) is not nn.Linear:
+            raise ConfigError(f"{type(lm).__name__} has no linear score head; use a model of another family")
+        head.__class__ = ScalarHead
+
+    def forward(self, inputs: PackedInputs | WholeSequence) -> Tensor:
+        """float32 ``[N]``: the score at the position that predicts each completion token; or the model's own.
 
         For a critic that is the value of the state in which the token is chosen.
         """
+        if isinstance(inputs, WholeSequence):
+            return self._own_logits(inputs)
         head = self.lm.score
-        assert isinstance(head, nn.Linear)
-        return head(self.hidden(inputs)[inputs.predictors])[:, 0].float()
+        assert isinstance(head, ScalarHead)
+        return head(self.hidden(inputs)[inputs.predictors])[:, 0]
 
 
 def load_policy(
-    path: str, *, dtype: torch.dtype, temperature: float, chunk_tokens: int, trust_remote_code: bool = False
+    path: str,
+    *,
+    dtype: torch.dtype,
+    temperature: float,
+    chunk_tokens: int,
+    max_tokens: int | None = None,
+    trust_remote_code: bool = False,
+    key: str = "model.path",
 ) -> PolicyModel:
-    """A causal LM for packed scoring. Raises ConfigError when its LM head is not a plain linear layer."""
-    lm = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation=PACKED_ATTENTION, trust_remote_code=trust_remote_code
-    )
-    return PolicyModel(lm, temperature=temperature, chunk_tokens=chunk_tokens)
+    """A causal LM for packed scoring of sequences of up to ``max_tokens`` (None: as many as it takes).
+
+    Raises ConfigError, naming ``key``, where the family is not supported or the directory does not hold the whole LM.
+    """
+    adjusted = load_model_config(path, key=key, max_tokens=max_tokens, trust_remote_code=trust_remote_code)
+    lm, missing = _load(AutoModelForCausalLM, path, adjusted, dtype, key, trust_remote_code)
+    saved_as = [name for name in adjusted.config.architectures or () if "Classification" in name]
+    if missing or saved_as:
+        what = f"a {saved_as[0]}" if saved_as else "not whole"
+        lacks = f", it lacks {', '.join(missing[:3])}" if missing else ""
+        raise ConfigError(f"{key}={path}: {what}{lacks}; a policy has to be a causal language model")
+    return PolicyModel(lm, temperature=temperature, chunk_tokens=chunk_tokens, original=adjusted.original)
 
 
 def load_scalar(
-    path: str, *, dtype: torch.dtype, zero_fresh_head: bool = False, trust_remote_code: bool = False
+    path: str,
+    *,
+    dtype: torch.dtype,
+    max_tokens: int | None = None,
+    fresh_head: Literal["refused", "zero", "random"] = "refused",
+    trust_remote_code: bool = False,
+    key: str = "model.path",
 ) -> ScalarModel:
-    """A one-label sequence classifier from a directory of that kind, or with a fresh head from a causal LM's.
+    """A one-label sequence classifier from a directory of that kind.
 
-    ``zero_fresh_head``: a fresh head says 0 everywhere, and so does a critic that knows nothing yet: random values
-    would only be noise in the first advantages (Huang et al. 2024, arXiv 2403.17031; OpenAI's lm-human-preferences).
+    ``fresh_head``: what a directory without a head gets, a causal LM's for example. ``zero``: a head that says 0
+    everywhere, as a critic that knows nothing yet should: random values would only be noise in the first advantages
+    (Huang et al. 2024, arXiv 2403.17031; OpenAI's lm-human-preferences). Raises ConfigError as ``load_policy``.
     """
-    lm, loading = AutoModelForSequenceClassification.from_pretrained(
-        path,
-        dtype=dtype,
-        num_labels=1,
-        attn_implementation=PACKED_ATTENTION,
-        trust_remote_code=trust_remote_code,
-        output_loading_info=True,
+    adjusted = load_model_config(path, key=key, max_tokens=max_tokens, trust_remote_code=trust_remote_code)
+    adjusted.config.num_labels = 1
+    lm, missing = _load(AutoModelForSequenceClassification, path, adjusted, dtype, key, trust_remote_code)
+    head_missing = [name for name in missing if name.startswith("score.")]
+    if set(missing) - set(head_missing) or (head_missing and fresh_head == "refused"):
+        raise ConfigError(
+            f"{key}={path}: not a whole sequence classifier, it lacks {', '.join(missing[:3])}; `rlhf train-reward` "
+            "makes one from a language model"
+        )
+    model = ScalarModel(lm, adjusted.original)
+    if head_missing and fresh_head == "zero":
+        for name, parameter in lm.named_parameters():
+            if name in head_missing:
+                getattr(parameter, "ds_tensor", parameter).data.zero_()  # under ZeRO-3 this rank holds a shard
+    return model
+
+
+def _load(
+    auto: Any, path: str, adjusted: Adjusted, dtype: torch.dtype, key: str, trust_remote_code: bool
+) -> tuple[PreTrainedModel, list[str]]:
+    """The model, and the names of the parameters that its directory lacks."""
+    irreplaceable = ConfigError(
+        f"{key}={path}: the attention of {adjusted.config.model_type} models cannot be replaced, so sequences cannot "
+        "be packed; use a model of another family (docs/models.md)"
     )
-    if zero_fresh_head and any(name.startswith("score.") for name in loading["missing_keys"]):
-        for parameter in lm.score.parameters():
-            getattr(parameter, "ds_tensor", parameter).data.zero_()  # under ZeRO-3 this rank holds a shard
-    return ScalarModel(lm)
+    try:
+        lm, loading = auto.from_pretrained(
+            path,
+            config=adjusted.config,
+            dtype=dtype,
+            attn_implementation=PACKED_ATTENTION,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except KeyError as error:
+        if error.args == (PACKED_ATTENTION,):  # looked up among implementations of its own
+            raise irreplaceable from error
+        raise
+    if not lm._can_set_attn_implementation():
+        raise irreplaceable
+    return lm, sorted(loading["missing_keys"])

@@ -4,9 +4,10 @@
 (recursively), the recipe, and the command line's ``key=value`` pairs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache, reduce
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -16,6 +17,9 @@ from rlhf.errors import ConfigError
 from rlhf.shapes import read_model_config
 
 S = TypeVar("S")
+
+# What OmegaConf raises for values that do not fit the schema; TypeError for a list where a mapping belongs.
+MERGE_ERRORS = (OmegaConfBaseException, TypeError)
 
 
 def _read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
@@ -57,21 +61,67 @@ def _read_override(override: str) -> DictConfig:
 
 
 def _build(schema: type[S], *layers: DictConfig) -> S:
-    base = OmegaConf.structured(schema)
+    merged = _merge(_defaults(schema), layers)
+    _require_bools(merged, layers)
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(base, *layers))
+        config = OmegaConf.to_object(merged)
     except ConfigError:
         raise
     except MissingMandatoryValue as error:
-        raise ConfigError(f"{_key_of(error)}: no value given, and there is no default") from error
+        raise ConfigError(f"{error.full_key}: no value given, and there is no default") from error
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{_key_of(error)}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
     assert isinstance(config, schema)
     return config
 
 
-def _key_of(error: OmegaConfBaseException) -> str:
-    return str(error.full_key or error.key or "config")
+@cache
+def _defaults(schema: type) -> DictConfig:
+    """A schema with its defaults, which merging copies; building it takes longer than all the rest."""
+    return OmegaConf.structured(schema)
+
+
+def _merge(base: DictConfig, layers: Sequence[DictConfig]) -> DictConfig:
+    try:
+        merged = OmegaConf.merge(base, *layers)
+    except MERGE_ERRORS as error:
+        key = str(getattr(error, "full_key", None))
+        if not any(key.split(".")[0] in layer for layer in layers):  # none, or one that counts from a list's member
+            key = _refused_key(base, layers)
+        # about members of tuples, OmegaConf leaves its placeholders in
+        reason = str(error).splitlines()[0].replace("'$VALUE' of type '$VALUE_TYPE' ", "")
+        raise ConfigError(f"{key}: {reason}") from error
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _refused_key(base: DictConfig, layers: Sequence[DictConfig]) -> str:
+    """The first key that the schema refuses, for errors that do not say which."""
+    for layer in layers:
+        for path, value in _leaves(OmegaConf.to_container(layer)):
+            try:
+                OmegaConf.merge(base, reduce(lambda inner, name: {name: inner}, reversed(path), value))
+            except MERGE_ERRORS:
+                return ".".join(path)
+    return "config"
+
+
+def _require_bools(merged: DictConfig, layers: Sequence[DictConfig]) -> None:
+    """Refuses numbers other than 0 and 1 for true and false: OmegaConf takes rollout.logprobs=5 for true."""
+    for layer in layers:
+        for path, value in _leaves(OmegaConf.to_container(layer)):
+            key = ".".join(path)
+            if type(value) is int and value not in (0, 1):
+                require(not isinstance(OmegaConf.select(merged, key), bool), f"{key}={value} must be true or false")
+
+
+def _leaves(part: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The values in nested mappings that are no mappings themselves, each with the names that lead to it."""
+    if not isinstance(part, dict):
+        yield path, part
+        return
+    for name, value in part.items():
+        yield from _leaves(value, (*path, str(name)))
 
 
 def to_yaml(config: Config | RewardTrainingConfig) -> str:
@@ -80,7 +130,10 @@ def to_yaml(config: Config | RewardTrainingConfig) -> str:
 
 
 def validate_model(config: Config) -> None:
-    """Checks what needs the model's shape: tensor parallelism and context length. Raises ConfigError."""
+    """Checks what needs the model's shape: tensor parallelism and context length. Raises ConfigError.
+
+    A hub model is checked once its ``config.json`` is in the cache, which loading its tokenizer brings about.
+    """
     shape = read_model_config(config.model.path)
     if shape is None:
         return

@@ -88,8 +88,18 @@ class Reward(Protocol):
 class Rollouts(Protocol):
     """The pool of samplers. Groups go in and come out in any order; each comes out exactly once."""
 
-    def submit(self, prompts: Sequence[Prompt], *, group_size: int, greedy: bool = False) -> list[int]:
-        """Queues a group of ``group_size`` completions per prompt; returns the groups' ids."""
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        group_size: int,
+        greedy: bool = False,
+        with_logprobs: Collection[int] = (),
+    ) -> list[int]:
+        """Queues a group of ``group_size`` completions per prompt; returns the groups' ids.
+
+        ``with_logprobs``: positions in ``prompts`` of groups that carry the sampler's log-probabilities in any case.
+        """
         ...
 
     def next_groups(self, ids: Collection[int]) -> dict[int, list[Rollout]]:

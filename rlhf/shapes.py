@@ -9,7 +9,7 @@ from typing import Any
 from rlhf.errors import ConfigError
 
 NEEDED_KEYS = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
-EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,16 @@ class ModelShape:
 
 
 def read_model_config(path: str) -> dict[str, Any] | None:
-    """The ``config.json`` of a local model directory, or None for a hub id that is not on disk. Raises ConfigError."""
+    """The ``config.json`` of a local model directory, or of a hub model that has it in the cache; None for others.
+
+    Never goes to the network. Raises ConfigError where the file is not a JSON object.
+    """
     file = Path(path) / "config.json"
     if not file.is_file():
-        return None
+        cached = _cached_config(path)
+        if cached is None:
+            return None
+        file = cached
     try:
         shape = json.loads(file.read_text())
         return shape.get("text_config", shape)
@@ -96,16 +102,19 @@ def read_model_config(path: str) -> dict[str, Any] | None:
         raise ConfigError(f"model.path={path}: its config.json is not a JSON object ({error})") from error
 
 
-def read_shape(path: str) -> ModelShape | None:
-    """The shape of a local model directory, or of a hub model whose ``config.json`` is cached; None for others."""
-    config = read_model_config(path)
-    if config is None:
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
+def _cached_config(path: str) -> Path | None:
+    """A hub model's ``config.json`` in the cache."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-        try:
-            cached = try_to_load_from_cache(path, "config.json")
-        except HFValidationError:
-            return None
-        config = read_model_config(cached.removesuffix("config.json")) if isinstance(cached, str) else None
+    try:
+        cached = try_to_load_from_cache(path, "config.json")
+    except HFValidationError:  # not a hub id
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def read_shape(path: str) -> ModelShape | None:
+    """The shape of a model whose configuration ``read_model_config`` finds; None for others."""
+    config = read_model_config(path)
     return ModelShape.of(config) if config is not None else None

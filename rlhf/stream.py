@@ -12,11 +12,12 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from rlhf.algorithms.advantages import clip_rewards
 from rlhf.algorithms.grpo import zero_variance_groups
 from rlhf.batch import Prompt, Rollout, TrainBatch, pack
 from rlhf.config import Config
 from rlhf.data import PromptStream
-from rlhf.rewards import combine
+from rlhf.rewards.total import combine
 from rlhf.roles import Pending, Reference, Reward, Rollouts, Scores
 
 T = TypeVar("T")
@@ -69,6 +70,8 @@ class GroupStream:
         self._prompts, self._rollouts, self._reward, self._reference = prompts, rollouts, reward, reference
         self._algorithm, self._max_staleness = config.algorithm, config.rollout.max_staleness
         self._last_step = config.num_steps - 1
+        self._checks, self._all_compared = config.checks, config.needs_rollout_logprobs
+        self._any_compared = False
         self._sampling: dict[int, Admitted] = {}  # by the pool's group id
         self._ready: list[ScoredGroup] = []  # in the order in which they finished
         self._resumed: list[Prompt] = []  # admitted before a checkpoint, not consumed by then
@@ -83,7 +86,7 @@ class GroupStream:
         size = self._algorithm.prompts_per_step
         ahead = min(self._max_staleness, self._last_step - step)  # nothing is sampled for steps that will not be
         refills = self._algorithm.dynamic_sampling_max_tries * size
-        self._admit(step, (1 + ahead) * size - len(self._sampling) - len(self._ready))
+        self._admit(step, (1 + ahead) * size - len(self._sampling) - len(self._ready), compare=True)
         while (chosen := self._choose(step)) is None:
             num_replaced = 0
             for group in self._next_groups():
@@ -108,14 +111,26 @@ class GroupStream:
         self._prompts.load_state_dict(state["prompts"])
         self._resumed = [self._prompts.at(position) for position in state["pending"]]
 
-    def _admit(self, step: int, count: int) -> None:
+    def _admit(self, step: int, count: int, *, compare: bool = False) -> None:
+        """``compare``: some of them may be sampled with log-probabilities, for the learner to check."""
         if count <= 0:
             return
         prompts, self._resumed = self._resumed[:count], self._resumed[count:]
         prompts += self._prompts.take(count - len(prompts))
-        ids = self._rollouts.submit(prompts, group_size=self._algorithm.group_size)
+        compared = self._compared(step, count) if compare and not self._all_compared else ()
+        ids = self._rollouts.submit(prompts, group_size=self._algorithm.group_size, with_logprobs=compared)
         for group_id, prompt in zip(ids, prompts, strict=True):
             self._sampling[group_id] = Admitted(prompt, last_step=step + self._max_staleness)
+
+    def _compared(self, step: int, count: int) -> range:
+        """Which of ``count`` groups are sampled with log-probabilities for the learner to check: others in every step,
+        so that every worker has its turn."""
+        every, num_groups = self._checks.logprob_every_steps, min(self._checks.logprob_groups, count)
+        if self._any_compared and step % every:
+            return range(0)
+        self._any_compared = True
+        start = step // every * num_groups % (count - num_groups + 1)
+        return range(start, start + num_groups)
 
     def _next_groups(self) -> list[ScoredGroup]:
         """Waits for one, takes all that have finished, and asks for their rewards and reference log-probabilities
@@ -138,6 +153,7 @@ class GroupStream:
 
     def _is_equal(self, group: ScoredGroup) -> bool:
         rewards = combine(group.scores.result(), self._reward.weights())
+        rewards = clip_rewards(rewards, self._algorithm.reward_clip)  # as the advantages see them
         return bool(zero_variance_groups(rewards, self._algorithm.group_size).all())
 
     def _choose(self, step: int) -> set[int] | None:

@@ -121,21 +121,29 @@ def rollout_worker_group(config: Config, device: Device, worker: int, kind: str)
 
 
 def _shared(config: Config, device: Device) -> tuple[list[GroupSpec], dict[str, tuple[Slot, ...]]]:
+    """One bundle per learner rank. Those that a tensor-parallel engine spans make a group of their own, on one node."""
     count, tp = config.num_shared_bundles, config.rollout.tensor_parallel_size
     gpus = 1.0 if device == "gpu" else 0.0
-    cpus_in = [0.0] * count
+    per_group = tp if tp > 1 else count
+    names = ["shared"] if per_group == count else [f"shared-{k}" for k in range(count // per_group)]
+    cpus_in = [[0.0] * per_group for _ in names]
+
+    def slot(bundle: int, cpus: float, share: float, spans: tuple[int, ...] = ()) -> Slot:
+        group, index = divmod(bundle % count, per_group)
+        cpus_in[group][index] += cpus
+        return Slot(names[group], index, cpus, share, spans)
+
     slots: dict[str, tuple[Slot, ...]] = {}
     for role, (ranks, cpus) in model_roles(config).items():
         share = GPU_SHARES[role] * gpus
-        slots[role] = tuple(Slot("shared", rank % count, cpus, share) for rank in range(ranks))
+        slots[role] = tuple(slot(rank, cpus, share) for rank in range(ranks))
     cpus = float(config.rollout.cpus_per_worker)
     share = GPU_SHARES["rollout"] * gpus / config.rollout_workers_per_gpu if tp == 1 else 0.0
-    slots["rollout"] = tuple(
-        Slot("shared", w * tp % count, cpus, share, tuple(range(w * tp, (w + 1) * tp)) if tp > 1 else ())
-        for w in range(config.rollout.num_workers)
-    )
-    for role_slots in slots.values():
-        for slot in role_slots:
-            cpus_in[slot.bundle] += slot.num_cpus
-    bundles = tuple(_bundle(c, gpus) for c in cpus_in)
-    return [GroupSpec("shared", bundles, "PACK")], slots
+    spans = tuple(range(tp)) if tp > 1 else ()
+    slots["rollout"] = tuple(slot(w * tp, cpus, share, spans) for w in range(config.rollout.num_workers))
+    strategy = "STRICT_PACK" if tp > 1 else "PACK"
+    groups = [
+        GroupSpec(name, tuple(_bundle(c, gpus) for c in cpus), strategy)
+        for name, cpus in zip(names, cpus_in, strict=True)
+    ]
+    return groups, slots

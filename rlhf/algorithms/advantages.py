@@ -2,9 +2,13 @@
 
 Groups are contiguous: with ``group_size`` G, rewards ``[i * G, (i + 1) * G)`` belong to prompt i. Everything runs on
 the whole batch of a training step, so "over the batch" is global however many ranks train on it.
+
+A completion that nobody gave a reward has NaN. Baselines and deviations are those of the completions that have one; it
+gets advantage 0 itself, and so does a completion that is alone with its reward in its group.
 """
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -65,24 +69,32 @@ def gae(
     return advantages, torch.where(real, advantages + values, 0.0)
 
 
+def clip_rewards(rewards: Tensor, clip: float | None) -> Tensor:
+    """Rewards, float of any shape, moved into [-clip, clip]; None: as they are. NaN stays NaN."""
+    return rewards if clip is None else rewards.clamp(-clip, clip)
+
+
 def group_normalized(rewards: Tensor, group_size: int, *, scale: RewardScale) -> Tensor:
     """``(r_i - mean of the group) / (std + 1e-4)``. GRPO: arXiv 2402.03300, section 4.1.2.
 
     The deviation is Bessel-corrected; ``scale`` says over what it is taken: the ``group``; the raw rewards of the
     ``batch`` (arXiv 2508.08221); or ``none``, no division (Dr. GRPO, arXiv 2503.20783).
 
-    rewards float [B], group-contiguous. Returns float [B]. Raises ValueError for an unknown scale, for group_size < 2
-    and where group_size does not divide B.
+    rewards float [B], group-contiguous, NaN where missing. Returns float [B]. Raises ValueError for an unknown scale,
+    for group_size < 2 and where group_size does not divide B.
     """
-    groups = _as_groups(rewards, group_size)
-    centred = groups - groups.mean(1, keepdim=True)
-    if scale == "group":
-        centred = centred / (groups.std(1, keepdim=True) + STD_EPSILON)
-    elif scale == "batch":
-        centred = centred / (rewards.std() + STD_EPSILON)
-    elif scale != "none":
+    if scale not in get_args(RewardScale):
         raise ValueError(f"scale={scale!r} is unknown; use group, batch or none")
-    return centred.flatten()
+
+    def normalise(groups: Tensor) -> Tensor:
+        centred = groups - groups.mean(1, keepdim=True)
+        if scale == "group":
+            return centred / (groups.std(1, keepdim=True) + STD_EPSILON)
+        if scale == "batch":
+            return centred / (rewards[~rewards.isnan()].std() + STD_EPSILON)
+        return centred
+
+    return _by_group(rewards, group_size, normalise)
 
 
 def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
@@ -90,19 +102,28 @@ def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
 
         A_i = r_i - sum_{j != i} r_j / (G - 1)
 
-    rewards float [B], group-contiguous. Returns float [B]. Raises ValueError as ``group_normalized`` does.
+    rewards float [B], group-contiguous, NaN where missing; G counts those of the group that are not. Returns float [B].
+    Raises ValueError as ``group_normalized`` does.
     """
-    groups = _as_groups(rewards, group_size)
-    others = (groups.sum(1, keepdim=True) - groups) / (group_size - 1)
-    return (groups - others).flatten()
+
+    def less_others(groups: Tensor) -> Tensor:
+        others = (groups.sum(1, keepdim=True) - groups) / (groups.shape[1] - 1)
+        return groups - others
+
+    return _by_group(rewards, group_size, less_others)
 
 
 def reinforce_plus_plus_baseline(rewards: Tensor, group_size: int) -> Tensor:
     """REINFORCE++ with baseline: less the mean of its group, then whitened over the batch. Hu et al., arXiv 2501.03262.
 
-    rewards float [B], group-contiguous. Returns float [B]. Raises ValueError as ``group_normalized`` does.
+    rewards float [B], group-contiguous, NaN where missing. Returns float [B]. Raises ValueError as ``group_normalized``
+    does.
     """
-    return whiten(group_normalized(rewards, group_size, scale="none"), torch.ones_like(rewards))
+    centred, given = group_normalized(rewards, group_size, scale="none"), ~rewards.isnan()
+    if given.sum() < 2:
+        return centred
+    alone = (_as_groups(given, group_size).sum(1) == 1).repeat_interleave(group_size)
+    return whiten(centred, given).masked_fill(alone, 0.0)
 
 
 def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
@@ -119,6 +140,21 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
     variance, mean = torch.var_mean(x[real])
     whitened = (x - mean) * torch.rsqrt(variance + WHITEN_EPSILON)
     return torch.where(real, whitened if shift_mean else whitened + mean, 0.0)
+
+
+def _by_group(rewards: Tensor, group_size: int, advantages_of: Callable[[Tensor], Tensor]) -> Tensor:
+    """float [B] from rewards float [B]: ``advantages_of`` takes and returns float [groups, n], without missing rewards.
+
+    Groups with the same number n of rewards go together; those with fewer than two, and missing rewards, get 0.
+    """
+    groups = _as_groups(rewards, group_size)
+    given = ~groups.isnan()
+    num_given = given.sum(1, keepdim=True)
+    advantages = torch.zeros_like(groups)
+    for n in num_given[num_given >= 2].unique().tolist():
+        present = given & (num_given == n)
+        advantages[present] = advantages_of(groups[present].view(-1, n)).flatten()
+    return advantages.flatten()
 
 
 def _as_groups(rewards: Tensor, group_size: int) -> Tensor:

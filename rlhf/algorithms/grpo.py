@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rlhf.algorithms.advantages import group_normalized, leave_one_out, reinforce_plus_plus_baseline
+from rlhf.algorithms.advantages import clip_rewards, group_normalized, leave_one_out, reinforce_plus_plus_baseline
 from rlhf.algorithms.kl import KLEstimator, per_token_kl
 from rlhf.algorithms.losses import sum_sequences
 from rlhf.batch import TrainBatch
@@ -21,15 +21,15 @@ class GroupBaseline:
 
     def assign_advantages(self, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
         assert batch.rewards is not None
-        clip = self._config.reward_clip
-        rewards = batch.rewards if clip is None else batch.rewards.clamp(-clip, clip)
+        given = ~batch.abstained
+        rewards = clip_rewards(batch.rewards, self._config.reward_clip)
         metrics: dict[str, float] = {}
         if self.needs_old_logprobs:
             kl = sequence_kl(batch, self._config.kl_estimator)
             rewards = rewards - self._config.beta * kl
-            metrics["kl"] = kl.mean().item()  # summed over a completion; where the KL is in the loss, a token's mean
+            metrics["kl"] = kl[given].mean().item()  # summed over a completion; in the loss, a token's mean
         advantages = self._advantages_of(rewards)
-        metrics["advantages/abs_mean"] = advantages.abs().mean().item()
+        metrics["advantages/abs_mean"] = advantages[given].abs().mean().item()
         return batch.with_(advantages=advantages.repeat_interleave(batch.completion_lengths)), metrics
 
     def adapt(self, batch: TrainBatch) -> None:
@@ -66,6 +66,11 @@ def reinforce_pp(config: AlgorithmConfig) -> GroupBaseline:
 
 
 def zero_variance_groups(rewards: Tensor, group_size: int) -> Tensor:
-    """bool [num_groups]: where all rewards are equal, so that nothing is learnt. rewards float [S], by group."""
-    groups = rewards.view(-1, group_size)
-    return torch.isclose(groups, groups[:, :1], rtol=0, atol=1e-8).all(1)
+    """bool [num_groups]: where all rewards are equal, or fewer than two given, so that nothing is learnt.
+
+    rewards float [S], by group, NaN where missing.
+    """
+    groups = rewards.reshape(-1, group_size)
+    given = ~groups.isnan()
+    first = groups.gather(1, given.int().argmax(1, keepdim=True))
+    return (torch.isclose(groups, first, rtol=0, atol=1e-8) | ~given).all(1)

@@ -6,9 +6,10 @@ advantages and returns come from generalised advantage estimation over the criti
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from rlhf.algorithms.advantages import gae, place_scores, whiten
+from rlhf.algorithms.advantages import clip_rewards, gae, place_scores, whiten
 from rlhf.algorithms.kl import AdaptiveKLController, FixedKLController, KLController, per_token_kl
 from rlhf.algorithms.losses import sum_sequences
 from rlhf.batch import TrainBatch, completion_mask, pad, unpad
@@ -29,16 +30,19 @@ class Ppo:
         )
 
     def assign_advantages(self, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
-        config, lengths = self._config, batch.completion_lengths
+        config, lengths, given = self._config, batch.completion_lengths, ~batch.abstained
         assert batch.values is not None and batch.old_logprobs is not None
         kl, beta = self._kl(batch), self._controller.beta
         scores = self._scores(batch)
         mask = completion_mask(lengths)
         rewards = place_scores(pad(-beta * kl, lengths), scores, mask)
         advantages, returns = gae(rewards, pad(batch.values, lengths), mask, gamma=config.gamma, lam=config.lam)
+        advantages, returns = (x.masked_fill(batch.abstained[:, None], 0.0) for x in (advantages, returns))
         if config.whiten_advantages:
-            advantages = whiten(advantages, mask)
-        kl_per_sequence, surprisal = (sum_sequences(x, lengths) for x in (kl, -batch.old_logprobs))
+            counted = mask & given[:, None]
+            advantages = whiten(advantages, counted) if counted.sum() >= 2 else torch.zeros_like(advantages)
+        kl_per_sequence, surprisal = (sum_sequences(x, lengths)[given] for x in (kl, -batch.old_logprobs))
+        scores = scores[given]
         metrics = {  # TRL's names; its entropy, too, is the mean of a completion's -log p
             "objective/kl": kl_per_sequence.mean().item(),
             "objective/entropy": surprisal.mean().item(),
@@ -50,8 +54,9 @@ class Ppo:
         return batch.with_(advantages=unpad(advantages, lengths), returns=unpad(returns, lengths)), metrics
 
     def adapt(self, batch: TrainBatch) -> None:
-        kl_per_sequence = sum_sequences(self._kl(batch), batch.completion_lengths)
-        self._controller.update(kl_per_sequence.mean().item(), batch.num_sequences)
+        kl_per_sequence = sum_sequences(self._kl(batch), batch.completion_lengths)[~batch.abstained]
+        if len(kl_per_sequence):
+            self._controller.update(kl_per_sequence.mean().item(), len(kl_per_sequence))
 
     def _kl(self, batch: TrainBatch) -> Tensor:
         """float32 [N]; zero without a reference."""
@@ -61,10 +66,10 @@ class Ppo:
         return per_token_kl(batch.old_logprobs, batch.ref_logprobs, estimator=self._config.kl_estimator)
 
     def _scores(self, batch: TrainBatch) -> Tensor:
-        """float32 [S]: the rewards, clipped, less the penalty of a completion that never ended."""
+        """float32 [S]: the rewards, clipped, less the penalty of a completion that never ended; NaN where missing."""
         assert batch.rewards is not None
-        clip, penalty = self._config.reward_clip, self._config.missing_eos_penalty
-        scores = batch.rewards if clip is None else batch.rewards.clamp(-clip, clip)
+        penalty = self._config.missing_eos_penalty
+        scores = clip_rewards(batch.rewards, self._config.reward_clip)
         return scores if penalty is None else scores - penalty * batch.truncated
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Built-in reward functions, by the name that ``reward.functions[i].path`` gives.
 
-They are called as any user's function is (see ``compose``): with keywords, and only with the arguments they name.
+They are called as any user's function is (see ``loading``): with keywords, and only with the arguments they name.
 ``completions`` is S strings, or S one-message chats; ``completion_ids`` is S lists of token ids; a column such as
 ``answer`` has S values, of which None makes the function abstain for that row. All return S values.
 """

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from rlhf.algorithms.grpo import zero_variance_groups
 from rlhf.batch import Rollout
 from rlhf.roles import Metrics
 
@@ -15,8 +16,8 @@ def rollout_metrics(
 ) -> Metrics:
     """Metrics of S rollouts: ``reward*`` and ``frac_reward_zero_std``, ``rewards/<function>/*``, ``completions/*``.
 
-    ``scores``: one list [S] per reward function, NaN where it abstained; ``rewards`` float [S]: their weighted sum.
-    Groups of ``group_size`` are contiguous. Deviations are Bessel-corrected; lengths are in tokens.
+    ``scores``: one list [S] per reward function, NaN where it abstained; ``rewards`` float [S]: their weighted sum, NaN
+    where nobody gave one. Groups of ``group_size`` are contiguous. Deviations are Bessel-corrected; lengths in tokens.
     """
     assert rollouts and len(rollouts) == len(rewards) and len(rewards) % group_size == 0
     metrics = reward_metrics(rewards, group_size=group_size)
@@ -26,17 +27,22 @@ def rollout_metrics(
 
 
 def reward_metrics(rewards: Tensor, *, group_size: int) -> Metrics:
-    """``reward``, ``reward_std``: mean and deviation over the batch; ``frac_reward_zero_std``: share of groups whose
-    rewards are all equal, from which a grouped algorithm learns nothing (left out for groups of one).
+    """``reward``, ``reward_std``: mean and deviation of the completions that have a reward (NaN, 0 if none has);
+    ``reward/abstained``: share of those that have none; ``frac_reward_zero_std``: share of groups whose rewards are all
+    equal, from which a grouped algorithm learns nothing (left out for groups of one).
 
-    rewards float [S].
+    rewards float [S], NaN where missing.
     """
     rewards = rewards.detach().double().cpu()
-    metrics = {"reward": rewards.mean().item(), "reward_std": rewards.std().item() if len(rewards) > 1 else 0.0}
+    given = rewards[~rewards.isnan()]
+    metrics = {
+        "reward": given.mean().item(),
+        "reward_std": given.std().item() if len(given) > 1 else 0.0,
+        "reward/abstained": rewards.isnan().double().mean().item(),
+    }
     if group_size == 1:
         return metrics
-    groups = rewards.reshape(-1, group_size)
-    return metrics | {"frac_reward_zero_std": (groups.amax(1) == groups.amin(1)).double().mean().item()}
+    return metrics | {"frac_reward_zero_std": zero_variance_groups(rewards, group_size).double().mean().item()}
 
 
 def function_metrics(name: str, scores: Sequence[float]) -> Metrics:

@@ -30,7 +30,7 @@ from rlhf.engine import Engine
 from rlhf.learner import PolicyLearner, ValueLearner
 from rlhf.models import PolicyModel, load_policy, packed_inputs
 from rlhf.recipes import load_config
-from rlhf.rewards import combine
+from rlhf.rewards.total import combine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -119,7 +119,7 @@ def test_update_depends_neither_on_budget_nor_ranks_nor_shared_prompts(
 EVERY_OPTION = (
     *("algorithm.top_entropy_quantile=0.5", "algorithm.mask_truncated_completions=true", "algorithm.entropy_coef=0.01"),
     *("algorithm.rollout_correction=sequence_truncate", "algorithm.importance_sampling_level=sequence"),
-    *("algorithm.delta=4", "algorithm.num_minibatches=2"),
+    *("algorithm.delta=4", "algorithm.num_minibatches=2", "rollout.ignore_eos=false"),
 )
 
 

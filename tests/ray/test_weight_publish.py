@@ -17,7 +17,7 @@ from rlhf.batch import Prompt, Rollout, TrainBatch, pack
 from rlhf.data import load_prompts
 from rlhf.errors import ActorError
 from rlhf.models import load_policy
-from rlhf.rewards import combine
+from rlhf.rewards.total import combine
 from rlhf.weights import Layout, bucket_layout, bucket_size, pack_bucket
 
 pytestmark = pytest.mark.ray

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rlhf.algorithms.advantages import (
+    clip_rewards,
     gae,
     group_normalized,
     leave_one_out,
@@ -13,6 +14,7 @@ from rlhf.algorithms.advantages import (
     reinforce_plus_plus_baseline,
     whiten,
 )
+from rlhf.algorithms.grpo import zero_variance_groups
 
 
 def f64(values):
@@ -112,6 +114,70 @@ def test_whiten_by_hand():
 def test_whiten_refuses_a_single_value():
     with pytest.raises(ValueError, match="at least 2 unmasked values, got 1"):
         whiten(torch.randn(3), torch.tensor([0, 1, 0]))
+
+
+NAN = math.nan
+# groups of three: one missing; two missing; all missing; none missing
+MISSING = [1.0, NAN, 3.0, NAN, 7.0, NAN, NAN, NAN, NAN, 2.0, 8.0, 5.0]
+
+
+def test_group_normalized_leaves_out_missing_rewards():
+    std_0, std_3 = math.sqrt((1 + 1) / 1), math.sqrt((9 + 9 + 0) / 2)  # of (1, 3) and (2, 8, 5)
+    # of all that are given: 1, 3, 7, 2, 8, 5; mean 26 / 6, squared deviations by hand
+    std_batch = math.sqrt(sum((x - 26 / 6) ** 2 for x in (1, 3, 7, 2, 8, 5)) / 5)
+    centred = [-1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -3.0, 3.0, 0.0]
+    by_group = [x / ((std_0 if i < 3 else std_3) + 1e-4) for i, x in enumerate(centred)]
+    torch.testing.assert_close(group_normalized(f64(MISSING), 3, scale="none"), f64(centred))
+    torch.testing.assert_close(group_normalized(f64(MISSING), 3, scale="group"), f64(by_group))
+    by_batch = f64([x / (std_batch + 1e-4) for x in centred])
+    torch.testing.assert_close(group_normalized(f64(MISSING), 3, scale="batch"), by_batch)
+
+
+def test_leave_one_out_leaves_out_missing_rewards():
+    expected = [1 - 3, 0, 3 - 1, 0, 0, 0, 0, 0, 0, 2 - (8 + 5) / 2, 8 - (2 + 5) / 2, 5 - (2 + 8) / 2]
+    torch.testing.assert_close(leave_one_out(f64(MISSING), 3), f64(expected))
+
+
+def test_reinforce_plus_plus_baseline_leaves_out_missing_rewards():
+    # Centred: -1, 1; 0 for the one alone; -3, 3, 0. Six values of mean 0, squares 1 + 1 + 9 + 9, over 6 - 1.
+    std = math.sqrt(20 / 5 + 1e-8)
+    expected = [-1 / std, 0, 1 / std, 0, 0, 0, 0, 0, 0, -3 / std, 3 / std, 0]
+    torch.testing.assert_close(reinforce_plus_plus_baseline(f64(MISSING), 3), f64(expected))
+
+
+ESTIMATORS = [
+    *(lambda r, s=s: group_normalized(r, 2, scale=s) for s in ("group", "batch", "none")),
+    lambda r: leave_one_out(r, 2),
+    lambda r: reinforce_plus_plus_baseline(r, 2),
+]
+
+
+@pytest.mark.parametrize("advantages_of", ESTIMATORS)
+@pytest.mark.parametrize("rewards", [[NAN] * 4, [NAN, 1.0, NAN, NAN], [2.0, NAN, NAN, 5.0]])
+def test_without_two_rewards_in_a_group_there_is_no_advantage(advantages_of, rewards):
+    assert torch.equal(advantages_of(torch.tensor(rewards)), torch.zeros(4))
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_whole_groups_give_the_same_bits_as_the_plain_formula(scale):
+    rewards = torch.randn(64, generator=torch.Generator().manual_seed(0)) * 3
+    groups = rewards.reshape(-1, 8)
+    divisor = {"group": groups.std(1, keepdim=True) + 1e-4, "batch": rewards.std() + 1e-4, "none": 1.0}[scale]
+    expected = (groups - groups.mean(1, keepdim=True)) / divisor
+    assert torch.equal(group_normalized(rewards, 8, scale=scale), expected.flatten())
+
+
+def test_groups_that_teach_nothing():
+    rewards = [1.0, 1.0, 1.0, 2.0, NAN, 1.0, NAN, NAN]
+    assert zero_variance_groups(torch.tensor(rewards), 2).tolist() == [True, False, True, True]
+    assert zero_variance_groups(torch.tensor([NAN, 1.0, 2.0, NAN, 1.0, 1.0]), 3).tolist() == [False, True]
+
+
+def test_clipping_keeps_missing_rewards():
+    torch.testing.assert_close(
+        clip_rewards(f64([-3.0, 0.5, NAN, 9.0]), 2.0), f64([-2.0, 0.5, NAN, 2.0]), equal_nan=True
+    )
+    assert clip_rewards(f64([9.0]), None).tolist() == [9.0]
 
 
 @pytest.mark.parametrize("advantages_of", [leave_one_out, reinforce_plus_plus_baseline])

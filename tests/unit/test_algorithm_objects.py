@@ -1,5 +1,7 @@
 """The algorithms as the loop sees them: rewards in, one advantage per token out."""
 
+import math
+
 import pytest
 import torch
 
@@ -68,3 +70,84 @@ def test_ppo_by_hand() -> None:
     assert done.returns.tolist() == [1, 1, 3, 0, 0, 0, 4]
     assert done.advantages.tolist() == [0.5, 0.5, 2.5, -0.5, -0.5, -0.5, 3.5]
     assert metrics["objective/scores"] == 2.0
+
+
+MISSING_FIRST = torch.tensor([math.nan, 3.0, 0.0, 4.0])
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_pp"])
+def test_a_completion_without_reward_has_no_advantage(name: str) -> None:
+    missing = batch(rewards=MISSING_FIRST)
+    done, metrics = make_algorithm(config(name, reward_clip=2.0)).assign_advantages(missing)
+    assert done.advantages is not None
+    # the second is alone in its group; the others are clipped to 0 and 2
+    low, high = {"grpo": (-1, 1), "rloo": (-2, 2), "reinforce_pp": (-1, 1)}[name]
+    # grpo: 1 / sqrt(2); reinforce_pp: centred 0, -1, 1 have variance 2 / (3 - 1)
+    scale = {"grpo": 2**0.5 + 1e-4, "rloo": 1.0, "reinforce_pp": 1.0}[name]
+    expected = [0, 0, 0, low / scale, low / scale, low / scale, high / scale]
+    assert done.advantages.tolist() == pytest.approx(expected)
+    assert metrics["advantages/abs_mean"] == pytest.approx((0 + 2 * high / scale) / 3)
+
+
+def test_the_kl_of_a_completion_without_reward_is_not_measured() -> None:
+    old, ref = torch.full((7,), -1.0), torch.full((7,), -2.0)  # k1 is 1 per token: 2, 1, 3, 1 per completion
+    missing = batch(old_logprobs=old, ref_logprobs=ref, rewards=MISSING_FIRST)
+    done, metrics = make_algorithm(config("rloo", beta=0.5, kl_estimator="k1")).assign_advantages(missing)
+    # rewards become nan, 2.5, -1.5, 3.5
+    assert done.advantages is not None
+    assert done.advantages.tolist() == [0, 0, 0, -5, -5, -5, 5]
+    assert metrics["kl"] == pytest.approx(5 / 3)
+
+
+def ppo(**changes: object) -> AlgorithmConfig:
+    return AlgorithmConfig(name="ppo", prompts_per_step=4, group_size=1, gamma=1.0, lam=1.0, **changes)  # type: ignore[arg-type]
+
+
+def test_ppo_leaves_completions_without_reward_out() -> None:
+    old, ref = torch.full((7,), -1.0), torch.full((7,), -3.0)  # k1 is 2 per token
+    values = torch.full((7,), 0.5)
+    missing = batch(old_logprobs=old, ref_logprobs=ref, values=values, rewards=MISSING_FIRST)
+    algorithm = make_algorithm(ppo(beta=0.25, kl_target=1.0, kl_horizon=10, missing_eos_penalty=1.0))
+    done, metrics = algorithm.assign_advantages(missing)
+    # -0.5 per token; the third was cut and pays 1: scores 3, -1, 4; their returns to go:
+    returns = [0, 0, 2.5, -2.5, -2.0, -1.5, 3.5]
+    assert done.returns is not None and done.advantages is not None
+    assert done.returns.tolist() == pytest.approx(returns)
+    kept = [r - 0.5 for r in returns[2:]]  # five advantages: 2, -3, -2.5, -2, 3; mean -0.5
+    mean = sum(kept) / 5
+    std = (sum((x - mean) ** 2 for x in kept) / 4) ** 0.5
+    assert done.advantages.tolist() == pytest.approx([0, 0, *((x - mean) / std for x in kept)])
+    assert metrics["objective/scores"] == pytest.approx((3 - 1 + 4) / 3)
+    assert metrics["objective/kl"] == pytest.approx((2 + 6 + 2) / 3)
+    assert metrics["objective/entropy"] == pytest.approx((1 + 3 + 1) / 3)
+    assert metrics["objective/rlhf_reward"] == pytest.approx(2 - 0.25 * 10 / 3)
+    assert algorithm.state_dict()["beta"] == 0.25, "it moves once the policy has learnt"
+    algorithm.adapt(missing)
+    # 10 / 3 is far above the target: the error is clipped to 0.2, for three samples of a horizon of ten
+    assert algorithm.state_dict()["beta"] == pytest.approx(0.25 * (1 + 0.2 * 3 / 10))
+
+
+@pytest.mark.parametrize("whiten", [True, False])
+def test_ppo_without_any_reward_learns_nothing(whiten: bool) -> None:
+    missing = batch(
+        old_logprobs=torch.zeros(7),
+        ref_logprobs=torch.ones(7),
+        values=torch.ones(7),
+        rewards=torch.full((4,), math.nan),
+    )
+    algorithm = make_algorithm(ppo(beta=0.25, kl_target=1.0, whiten_advantages=whiten))
+    done, metrics = algorithm.assign_advantages(missing)
+    assert done.advantages is not None and done.returns is not None
+    assert done.advantages.tolist() == done.returns.tolist() == [0.0] * 7
+    assert math.isnan(metrics["objective/scores"])
+    algorithm.adapt(missing)
+    assert algorithm.state_dict()["beta"] == 0.25, "no measurement, no change"
+
+
+def test_ppo_cannot_whiten_a_single_token() -> None:
+    missing = batch(
+        old_logprobs=torch.zeros(7), values=torch.ones(7), rewards=torch.tensor([math.nan, 3.0, math.nan, math.nan])
+    )
+    done, _ = make_algorithm(ppo()).assign_advantages(missing)
+    assert done.advantages is not None
+    assert done.advantages.tolist() == [0.0] * 7

@@ -1,5 +1,8 @@
 """The packed layout: packing, selecting, padding and merging move tokens without mixing them."""
 
+import math
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -47,6 +50,13 @@ def test_select_reorders_every_field_alike(batch) -> None:
     assert picked.rewards.tolist() == [2.0, 0.0]
     assert picked.advantages.tolist() == [4, 5, 0, 1, 2]
     assert picked.values is None
+
+
+def test_who_has_no_reward_is_known_after_select_and_pickling(batch) -> None:
+    assert batch.abstained.tolist() == [False] * 3, "before there are rewards, nobody is left out"
+    batch = batch.with_(rewards=torch.tensor([0.0, math.nan, 2.0]))
+    assert batch.abstained.tolist() == [False, True, False]
+    assert pickle.loads(pickle.dumps(batch)).select([1, 0]).abstained.tolist() == [True, False]
 
 
 def test_pad_and_unpad_are_inverse(batch) -> None:

@@ -17,6 +17,7 @@ model: {path: some/model}
 data: {train: "task:arithmetic"}
 reward: {functions: [{path: exact_match}]}
 """
+PPO = ("algorithm.name=ppo",)
 
 
 def write(directory: Path, text: str, name: str = "run.yaml") -> Path:
@@ -209,6 +210,62 @@ def test_config_is_frozen(tmp_path: Path) -> None:
         (["rollout.extra_kinds.big.num_workers=-1"], ["rollout.extra_kinds.big.num_workers=-1", "at least 0"]),
         (["rollout.max_staleness=-1"], ["rollout.max_staleness=-1", "at least 0"]),
         (["rollout.num_workers"], ["'rollout.num_workers' is not key=value", "for example"]),
+        (["rollout.logprobs=5"], ["rollout.logprobs=5", "true or false"]),
+        (["rollout.stop=['']"], ["rollout.stop", "remove it"]),
+        (["rollout.top_k=0"], ["rollout.top_k=0", "positive, or -1"]),
+        (["rollout.temperature=0.005"], ["rollout.temperature=0.005", "at least 0.01", "vLLM"]),
+        (["rollout.eval_temperature=0.005"], ["rollout.eval_temperature=0.005", "0, which is greedy", "0.01"]),
+        (["rollout.extra_kinds.big.resources.GPU=2"], ["rollout.extra_kinds.big.resources", "GPU", "remove it"]),
+        (["data.date=2026-1-31"], ["data.date=2026-1-31", "YYYY-MM-DD"]),
+        (["data.date=20260131"], ["data.date=20260131", "YYYY-MM-DD"]),
+        (["data.date=2026-W05-6"], ["data.date=2026-W05-6", "YYYY-MM-DD"]),
+        (["data.date=2026-02-30"], ["data.date=2026-02-30", "YYYY-MM-DD"]),
+        (
+            ["model.dtype=float32", "placement.device=gpu"],
+            ["model.dtype=float32", "16 bits", "model.dtype=auto", "placement.device=cpu"],
+        ),
+        (
+            ["rollout.ignore_eos=true", "algorithm.mask_truncated_completions=true"],
+            ["rollout.ignore_eos=true", "algorithm.mask_truncated_completions=true", "set one of them to false"],
+        ),
+        (["algorithm.delta=1.2"], ["algorithm.delta=1.2", "algorithm.epsilon_high = 1.2", "use 4"]),
+        (["algorithm.dual_clip=0.9"], ["algorithm.dual_clip=0.9", "greater than 1"]),
+        (["algorithm.rollout_correction_cap=0.9"], ["algorithm.rollout_correction_cap=0.9", "at least 1"]),
+        (["algorithm.rollout_correction_floor=1"], ["algorithm.rollout_correction_floor=1", "between 0 and 1"]),
+        (
+            ["algorithm.name=rloo", "algorithm.loss_type=rloo", "algorithm.importance_sampling_level=sequence"],
+            ["algorithm.loss_type=rloo", "algorithm.importance_sampling_level at token", "another loss_type"],
+        ),
+        (["algorithm.loss_type=cispo"], ["algorithm.epsilon_high=0.2", "use 5"]),
+        (
+            [*PPO, "algorithm.beta=0.1", "algorithm.kl_target=6", "algorithm.kl_horizon=12"],
+            ["algorithm.kl_horizon=12", "negative", "64 completions"],
+        ),
+        ([*PPO, "num_steps=5", "critic.warmup_steps=5"], ["critic.warmup_steps=5", "num_steps=5", "use at most 4"]),
+        (
+            ["num_steps=5", "algorithm.num_minibatches=2", "learner.optimizer.warmup_steps=11"],
+            ["learner.optimizer.warmup_steps=11", "10 optimiser steps", "use at most 10"],
+        ),
+        (
+            [*PPO, "num_steps=5", "critic.warmup_steps=2", "learner.optimizer.warmup_steps=4"],
+            ["learner.optimizer.warmup_steps=4", "3 optimiser steps", "use at most 3"],
+        ),
+        (
+            [*PPO, "num_steps=5", "critic.warmup_steps=2", "critic.optimizer.warmup_steps=6"],
+            ["critic.optimizer.warmup_steps=6", "5 optimiser steps", "use at most 5"],
+        ),
+        (["reward.functions=[{path: f, weight: 0}, {path: g, weight: 0}]"], ["reward", "every weight is 0"]),
+        (["reward.model={path: r, micro_batch_tokens: 2048}"], ["reward.model.micro_batch_tokens=2048", "2049"]),
+        (
+            ["checks.warn_logprob_difference=0.2", "checks.max_logprob_difference=0.1"],
+            ["checks.warn_logprob_difference=0.2", "at most checks.max_logprob_difference=0.1"],
+        ),
+        # of the wrong kind altogether, where OmegaConf does not name the key
+        (["learner=3"], ["learner: ", "LearnerConfig"]),
+        (["rollout.extra_kinds=[1]"], ["rollout.extra_kinds: ", "container"]),
+        (["learner.optimizer.betas=[0.9]"], ["learner.optimizer.betas: ", "length 1"]),
+        (["learner.optimizer.betas=[a, b]"], ["learner.optimizer.betas: Value could not be converted to Float"]),
+        (["seed=1", "reward.functions=[{path: f, weight: x}]"], ["reward.functions: ", "'x'", "Float"]),
     ],
     ids=lambda value: ",".join(value) if "=" in value[0] else "",
 )
@@ -216,6 +273,37 @@ def test_bad_value_is_one_line_naming_key_and_remedy(tmp_path: Path, overrides: 
     message = error_of(write(tmp_path, GOOD), *overrides)
     for part in parts:
         assert part in message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        # a text that stops it ends a completion before its limit
+        ["rollout.ignore_eos=true", "rollout.stop=[END]", "algorithm.mask_truncated_completions=true"],
+        ["algorithm.delta=1.5", "algorithm.epsilon_high=0.4"],
+        ["algorithm.loss_type=cispo", "algorithm.epsilon_high=5", "algorithm.delta=2"],  # not read, so not refused
+        ["algorithm.name=rloo", "algorithm.importance_sampling_level=sequence"],  # with a loss that has such a ratio
+        ["algorithm.name=rloo", "algorithm.loss_type=rloo", "algorithm.rollout_correction=sequence_truncate"],
+        ["num_steps=5", "critic.warmup_steps=5"],  # there is no critic
+        [*PPO, "num_steps=5", "critic.warmup_steps=4", "learner.optimizer.warmup_steps=1"],
+        ["num_steps=5", "algorithm.num_epochs=2", "learner.optimizer.warmup_steps=10"],
+        ["reward.functions=[{path: f, weight: 0}, {path: g, weight: -1}]"],
+        ["reward.functions=[{path: f, weight: 0}]", "reward.model.path=r"],
+        ["model.dtype=float32"],
+        ["model.dtype=bfloat16", "placement.device=gpu"],
+        ["data.date=2026-01-31"],
+        ["checks.warn_logprob_difference=0.1", "checks.max_logprob_difference=0.1"],
+    ],
+    ids=",".join,
+)
+def test_what_only_looks_like_a_contradiction_is_accepted(tmp_path: Path, overrides: list[str]) -> None:
+    load_config(write(tmp_path, GOOD), overrides)
+
+
+def test_a_reward_model_is_not_trained_in_float32_on_a_gpu() -> None:
+    recipe = next(file for file in RECIPES if file.name == "reward_tiny.yaml")
+    with pytest.raises(ConfigError, match=r"model\.dtype=float32 .*; use model\.dtype=auto"):
+        load_config(recipe, ["model.dtype=float32", "placement.device=gpu"], RewardTrainingConfig)
 
 
 @pytest.mark.parametrize("key", ["model.path", "data.train"])
@@ -291,5 +379,26 @@ def test_sequences_must_fit_the_context(tmp_path: Path) -> None:
         validate_model(config)
 
 
-def test_model_that_is_not_on_disk_is_left_to_the_hub(tmp_path: Path) -> None:
-    validate_model(load_config(write(tmp_path, GOOD)))
+def test_a_hub_model_is_checked_once_its_config_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    config = load_config(write(tmp_path, GOOD), ["rollout.tensor_parallel_size=3"])
+    validate_model(config)  # nothing is known of it yet, and nothing is asked of the hub
+    revision = tmp_path / "models--some--model" / "snapshots" / "abc"
+    revision.mkdir(parents=True)
+    (revision / "config.json").write_text(json.dumps({"num_attention_heads": 4}))
+    refs = tmp_path / "models--some--model" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+    with pytest.raises(ConfigError, match=r"rollout\.tensor_parallel_size=3 .*num_attention_heads=4.*; use 1, 2, 4"):
+        validate_model(config)
+
+
+def test_loading_a_tokenizer_fetches_the_models_config(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``rlhf train`` relies on to check a hub model before Ray starts."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    asked = []
+    load = AutoConfig.from_pretrained
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *args, **kw: asked.append(args[0]) or load(*args, **kw))
+    AutoTokenizer.from_pretrained(tiny_model_dir)
+    assert asked == [tiny_model_dir]

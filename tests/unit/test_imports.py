@@ -47,6 +47,7 @@ def test_a_lazy_import_breaks_the_contracts(tmp_path: Path, line: str) -> None:
         ("rlhf.config", ["torch", "numpy", "transformers", "ray"]),
         ("jobs.cli", ["torch", "transformers", "ray", "vllm"]),
         ("rlhf.topology", ["torch", "ray"]),
+        ("rlhf.rewards.process", ["torch", "numpy", "transformers", "ray"]),
     ],
 )
 def test_fast_modules_import_nothing_heavy(module: str, heavy: list[str]) -> None:

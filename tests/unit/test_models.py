@@ -6,9 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from jobs.prepare import prepare_tiny
+from rlhf.attention import repeat_heads
 from rlhf.batch import TrainBatch
 from rlhf.errors import ConfigError
-from rlhf.models import PolicyModel, _repeat_heads, load_policy, load_scalar, packed_inputs
+from rlhf.families import LogitShape
+from rlhf.models import PolicyModel, ScalarHead, load_policy, load_scalar, packed_inputs
 
 TEMPERATURE = 0.7
 CPU = torch.device("cpu")
@@ -130,25 +133,30 @@ def test_packed_inputs_with_a_shared_prompt_by_hand() -> None:
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_repeated_heads_lie_side_by_side(repeats: int) -> None:
     grouped = torch.randn(5, 2, 4, generator=torch.Generator().manual_seed(0))
-    repeated = _repeat_heads(grouped.transpose(0, 1).contiguous().transpose(0, 1), repeats)
+    repeated = repeat_heads(grouped.transpose(0, 1).contiguous().transpose(0, 1), repeats)
     assert repeated.is_contiguous()
     assert torch.equal(repeated, grouped.repeat_interleave(repeats, dim=1))
 
 
-def test_chunked_logprobs_gradient_is_the_numerical_one() -> None:
+@pytest.mark.parametrize("shape", [LogitShape(), LogitShape(scale=0.6), LogitShape(scale=1.5, softcap=2.0)], ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_chunked_logprobs_gradient_is_the_numerical_one(shape: LogitShape, with_bias: bool) -> None:
     from rlhf.models import _ChunkedLogprobs
 
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(5, 4, dtype=torch.float64, generator=generator, requires_grad=True)
     weight = torch.randn(7, 4, dtype=torch.float64, generator=generator, requires_grad=True)
+    bias = torch.randn(7, dtype=torch.float64, generator=generator, requires_grad=True) if with_bias else None
     targets = torch.tensor([0, 6, 3, 3, 1])
 
-    def total(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        logprobs, entropy = _ChunkedLogprobs.apply(h, w, targets, 1.3, 2)
+    def total(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
+        logprobs, entropy = _ChunkedLogprobs.apply(h, w, b, targets, shape, 1.3, 2)
         return (logprobs * torch.arange(1.0, 6) + 0.5 * entropy).sum()
 
     # log-probabilities are float32 by contract: finite differences see that rounding
-    assert torch.autograd.gradcheck(total, (hidden, weight), eps=1e-2, atol=2e-3)
+    assert torch.autograd.gradcheck(
+        total, (hidden, weight) if bias is None else (hidden, weight, bias), eps=1e-2, atol=2e-3
+    )
 
 
 def test_sequences_do_not_see_each_other(tiny_model_dir: Path, batch: TrainBatch) -> None:
@@ -162,7 +170,7 @@ def test_sequences_do_not_see_each_other(tiny_model_dir: Path, batch: TrainBatch
 
 
 def test_scalar_model_reads_the_state_before_each_token(tiny_model_dir: Path, batch: TrainBatch) -> None:
-    critic = load_scalar(str(tiny_model_dir), dtype=torch.float32).eval()
+    critic = load_scalar(str(tiny_model_dir), dtype=torch.float32, fresh_head="random").eval()
     with torch.no_grad():
         values = critic(packed_inputs(batch, CPU))
         single = batch.select([2])
@@ -171,8 +179,53 @@ def test_scalar_model_reads_the_state_before_each_token(tiny_model_dir: Path, ba
     torch.testing.assert_close(values[9:20], alone, rtol=0, atol=1e-5)
 
 
+def test_a_score_head_computes_in_float32() -> None:
+    head = torch.nn.Linear(4096, 1, bias=True, dtype=torch.bfloat16)
+    hidden = torch.randn(7, 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = hidden.double() @ head.weight.double().T + head.bias.double()
+    head.__class__ = ScalarHead
+    assert head(hidden).dtype == torch.float32
+    torch.testing.assert_close(head(hidden).double(), exact, rtol=0, atol=1e-5)
+
+
 def test_an_lm_head_we_cannot_chunk_is_refused(tiny_model_dir: Path) -> None:
     lm = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    lm.config.final_logit_softcapping = 30.0
-    with pytest.raises(ConfigError, match="final_logit_softcapping"):
+    lm.lm_head = torch.nn.Sequential(lm.lm_head)
+    with pytest.raises(ConfigError, match="Sequential"):
         PolicyModel(lm, temperature=1.0, chunk_tokens=8)
+
+
+def save_changed(path: Path, model_dir: Path, **settings: object) -> str:
+    """A copy of a model's directory whose configuration says something else."""
+    lm = AutoModelForCausalLM.from_pretrained(model_dir)
+    lm.config.update(settings)
+    lm.save_pretrained(path)
+    return str(path)
+
+
+def test_dropout_is_off_in_training_and_as_it_was_in_what_is_saved(tiny_model_dir: Path, tmp_path: Path) -> None:
+    path = save_changed(tmp_path, tiny_model_dir, attention_dropout=0.5)
+    policy = load_policy(path, dtype=torch.float32, temperature=1.0, chunk_tokens=8).train()
+    assert policy.lm.config.attention_dropout == 0
+    with policy.original_config():
+        assert policy.lm.config.attention_dropout == 0.5
+    assert policy.lm.config.attention_dropout == 0
+
+
+def test_a_classifier_is_no_policy_and_a_language_model_no_reward_model(tiny_model_dir: Path, tmp_path: Path) -> None:
+    untied = prepare_tiny(tmp_path / "lm", tie_word_embeddings=False)
+    classifier = load_scalar(str(untied), dtype=torch.float32, fresh_head="zero")
+    assert not classifier.lm.score.weight.any()
+    classifier.lm.save_pretrained(tmp_path / "classifier")
+    with pytest.raises(ConfigError, match=r"model\.path=.*lacks lm_head\.weight"):
+        load_policy(str(tmp_path / "classifier"), dtype=torch.float32, temperature=1.0, chunk_tokens=8)
+    with pytest.raises(ConfigError, match=r"reward\.model\.path=.*lacks score\.weight; `rlhf train-reward`"):
+        load_scalar(str(tiny_model_dir), dtype=torch.float32, key="reward.model.path")
+    assert load_scalar(str(tmp_path / "classifier"), dtype=torch.float32).lm.score.weight.shape == (1, 128)
+
+
+def test_a_tied_classifier_is_no_policy_either(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """It lacks nothing: the head of a tied language model is its embedding."""
+    load_scalar(str(tiny_model_dir), dtype=torch.float32, fresh_head="random").lm.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.path=.*LlamaForSequenceClassification"):
+        load_policy(str(tmp_path), dtype=torch.float32, temperature=1.0, chunk_tokens=8)

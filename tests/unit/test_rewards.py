@@ -5,22 +5,24 @@ import functools
 import math
 import pickle
 import sys
-import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
+from actors.cluster import reward_weights
 from rlhf.batch import Prompt
 from rlhf.config import RewardFunctionConfig
 from rlhf.errors import ConfigError, DeadlineError, RewardError
-from rlhf.rewards import RewardFunction, RewardFunctions, combine, load_reward_functions
+from rlhf.recipes import load_config
+from rlhf.rewards import RewardFunction, RewardFunctions, load_reward_functions
 from rlhf.rewards.functions import (
     contains_answer,
     even_tokens,
@@ -30,6 +32,7 @@ from rlhf.rewards.functions import (
     length_penalty,
     number_match,
 )
+from rlhf.rewards.total import check_abstained, combine
 
 MODULE = """
 counter = 0
@@ -49,6 +52,12 @@ def nothing(answer):
 
 def positional(prompts, /):
     return [0.0 for _ in prompts]
+
+def model(completions, answer, level, bonus=0.0):
+    return [0.0 for _ in prompts]
+
+def backwards(completions):
+    return [-float(c) for c in completions]
 """
 
 
@@ -66,13 +75,20 @@ def module_on_path(module_file: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "my_rewards"
 
 
+ROOT = Path(__file__).resolve().parents[2]
+
+
 def load(*paths: str, **kwargs: Any) -> list[RewardFunction]:
     return load_reward_functions([RewardFunctionConfig(path=path, kwargs=kwargs) for path in paths])
 
 
+def unloaded(call: Callable[..., Any], **kwargs: Any) -> RewardFunction:
+    """A function of this process, as only async ones can be called."""
+    return RewardFunction(getattr(call, "__name__", "object"), 1.0, call, "", kwargs, key="reward.functions[0]")
+
+
 def together(*calls: Callable[..., Any], timeout_s: float = 5.0) -> RewardFunctions:
-    functions = [RewardFunction(getattr(c, "__name__", "object"), 1.0, c, key="reward.functions[0]") for c in calls]
-    return RewardFunctions(functions, timeout_s=timeout_s)
+    return RewardFunctions([unloaded(call) for call in calls], timeout_s=timeout_s)
 
 
 def plain(n: int = 2) -> list[Prompt]:
@@ -157,13 +173,20 @@ def test_loading_by_name_dotted_path_and_file(module_on_path: str, module_file: 
 
 def test_names_are_unique_and_weights_and_kwargs_are_kept() -> None:
     configs = [RewardFunctionConfig("format_regex", weight=w, kwargs={"regex": "a" * w}) for w in (1, 2, 3)]
-    functions = RewardFunctions(load_reward_functions(configs), timeout_s=5)
-    assert functions.weights() == {"format_regex": 1.0, "format_regex_2": 2.0, "format_regex_3": 3.0}
-    assert functions.submit(plain(1), ["aa"], [[1]]).result() == {
-        "format_regex": [0.0],
-        "format_regex_2": [1.0],
-        "format_regex_3": [0.0],
-    }
+    with closing(RewardFunctions(load_reward_functions(configs), timeout_s=60)) as functions:
+        assert functions.weights() == {"format_regex": 1.0, "format_regex_2": 2.0, "format_regex_3": 3.0}
+        assert functions.submit(plain(1), ["aa"], [[1]]).result() == {
+            "format_regex": [0.0],
+            "format_regex_2": [1.0],
+            "format_regex_3": [0.0],
+        }
+
+
+def test_a_function_does_not_take_the_reward_model_s_name(module_file: Path) -> None:
+    path = f"{module_file}:model"
+    assert [f.name for f in load(path, path)] == ["model_2", "model_3"]
+    overrides = [f"reward.functions=[{{path: {path}, weight: 2}}]", "reward.model={path: somewhere, weight: 3}"]
+    assert reward_weights(load_config(ROOT / "conf" / "grpo_tiny.yaml", overrides)) == {"model_2": 2.0, "model": 3.0}
 
 
 @pytest.mark.parametrize(
@@ -174,7 +197,10 @@ def test_names_are_unique_and_weights_and_kwargs_are_kept() -> None:
         (".x", "is no built-in function"),
         ("nowhere.to.be", "no module 'nowhere'; install it, add its directory to PYTHONPATH, or use path/to/file.py:"),
         ("my_rewards.sub.f", "no module 'my_rewards.sub'"),
-        ("my_rewards.absent", "the module has no 'absent'; its callables are later, nothing, plus, positional, score"),
+        (
+            "my_rewards.absent",
+            "the module has no 'absent'; its callables are backwards, later, model, nothing, plus, positional",
+        ),
         ("my_rewards.constant", "my_rewards.constant is a int, not callable; name a function"),
         ("my_rewards.nothing", "it takes none of prompts, completions, completion_ids by keyword; write it as fn("),
         ("my_rewards.positional", "it takes none of prompts, completions, completion_ids by keyword"),
@@ -217,13 +243,23 @@ def test_a_missing_column_is_known_before_the_first_batch() -> None:
         functions.submit([Prompt(0, [1], "a")], ["b"], [[2]]).result()
 
 
+def test_required_columns_are_those_that_neither_loop_nor_kwargs_nor_defaults_give(module_file: Path) -> None:
+    configs = [
+        RewardFunctionConfig(f"{module_file}:model", kwargs={"level": 1}),
+        RewardFunctionConfig(f"{module_file}:score"),
+        RewardFunctionConfig("even_tokens"),
+    ]
+    functions = RewardFunctions(load_reward_functions(configs), timeout_s=5)
+    assert functions.required_columns() == {"model_2": {"answer"}, "score": set(), "even_tokens": set()}
+
+
 # ---- calling
 
 
 def test_plain_data_is_passed_as_strings_with_its_columns() -> None:
     seen: dict[str, Any] = {}
 
-    def spy(**kwargs: Any) -> list[float]:
+    async def spy(**kwargs: Any) -> list[float]:
         seen.update(kwargs)
         return [0.0, 0.0]
 
@@ -240,7 +276,7 @@ def test_plain_data_is_passed_as_strings_with_its_columns() -> None:
 def test_chats_are_passed_as_messages() -> None:
     seen: dict[str, Any] = {}
 
-    def spy(prompts: Any, completions: Any) -> list[float]:
+    async def spy(prompts: Any, completions: Any) -> list[float]:
         seen.update(prompts=prompts, completions=completions)
         return [0.0]
 
@@ -250,25 +286,26 @@ def test_chats_are_passed_as_messages() -> None:
 
 
 def test_configured_kwargs_win_over_columns_and_none_abstains(module_file: Path) -> None:
-    functions = RewardFunctions(load(f"{module_file}:plus", bonus=10.0), timeout_s=5)
-    assert functions.submit(plain(), ["a", "b"], [[1], [2]]).result() == {"plus": [10.0, 11.0]}
+    with closing(RewardFunctions(load(f"{module_file}:plus", bonus=10.0), timeout_s=60)) as functions:
+        functions.start()
+        assert functions.submit(plain(), ["a", "b"], [[1], [2]]).result() == {"plus": [10.0, 11.0]}
 
-    def level_of(completions: Any, level: Any) -> list[float]:
+    async def level_of(completions: Any, level: Any) -> list[float]:
         return [level] * len(completions)
 
-    fixed = RewardFunctions([RewardFunction("level_of", 1.0, level_of, {"level": 9})], timeout_s=5)
+    fixed = RewardFunctions([unloaded(level_of, level=9)], timeout_s=5)
     assert fixed.submit(plain(), ["a", "b"], [[1], [2]]).result() == {"level_of": [9.0, 9.0]}
-    assert math.isnan(score_two(lambda completions: [None, 1.0])[0])
+    assert math.isnan(checked([None, 1.0])[0])
 
 
 def test_a_function_cannot_disturb_another_through_its_arguments() -> None:
-    def greedy(completions: Any, answer: Any) -> list[float]:
+    async def greedy(completions: Any, answer: Any) -> list[float]:
         completions.clear()
         answer.clear()
         return [0.0, 0.0]
 
-    def late(completions: Any, answer: Any) -> list[float]:
-        time.sleep(0.05)
+    async def late(completions: Any, answer: Any) -> list[float]:
+        await asyncio.sleep(0)
         return [float(len(completions)), float(len(answer))]
 
     assert together(greedy, late).submit(plain(), ["a", "b"], [[1], [2]]).result()["late"] == [2.0, 2.0]
@@ -279,22 +316,13 @@ def test_a_function_cannot_disturb_another_through_its_arguments() -> None:
     [(1, True), np.array([1, 1], dtype=np.float32), torch.ones(2), [np.float64(1), torch.tensor(1)], [np.bool_(1), 1]],
 )
 def test_numbers_of_many_kinds_become_floats(values: Any) -> None:
-    scores = score_two(lambda completions: values)
+    scores = checked(values)
     assert scores == [1.0, 1.0]
     assert all(type(value) is float for value in scores)
 
 
-def test_sync_and_async_functions_run_side_by_side() -> None:
-    barrier = threading.Barrier(2, timeout=5)  # passed only when both sync functions wait at once
+def test_async_functions_run_side_by_side() -> None:
     met = asyncio.Event()
-
-    def first(completions: Any) -> list[float]:
-        barrier.wait()
-        return [1.0, 1.0]
-
-    def second(completions: Any) -> list[float]:
-        barrier.wait()
-        return [2.0, 2.0]
 
     async def third(completions: Any) -> list[float]:
         await asyncio.wait_for(met.wait(), timeout=5)
@@ -305,14 +333,14 @@ def test_sync_and_async_functions_run_side_by_side() -> None:
             met.set()
             return [4.0, 4.0]
 
-    functions = together(first, second, third, Fourth())
+    functions = together(third, Fourth())
     for _ in range(2):  # the event loop outlives a call, so what async functions keep stays usable
         scores = functions.submit(plain(), ["a", "b"], [[1], [2]]).result()
-        assert scores == {"first": [1, 1], "second": [2, 2], "third": [3, 3], "object": [4, 4]}
+        assert scores == {"third": [3, 3], "object": [4, 4]}
 
 
-def test_async_functions_wait_for_several_groups_at_once_and_sync_ones_are_never_called_twice_at_once() -> None:
-    arrived, running, most = 0, 0, 0
+def test_async_functions_wait_for_several_groups_at_once_while_those_take_turns_in_sync_ones(module_file: Path) -> None:
+    arrived = 0
     all_there = asyncio.Event()
 
     async def judge(completions: Any) -> list[float]:
@@ -323,26 +351,29 @@ def test_async_functions_wait_for_several_groups_at_once_and_sync_ones_are_never
         await asyncio.wait_for(all_there.wait(), timeout=5)
         return [float(c) for c in completions]
 
-    def alone(completions: Any) -> list[float]:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        time.sleep(0.02)
-        running -= 1
-        return [-float(c) for c in completions]
-
-    functions = together(judge, alone)
+    functions = RewardFunctions([unloaded(judge), *load(f"{module_file}:backwards")], timeout_s=60)
 
     def score(first: int) -> list[dict[str, list[float]]]:  # as a call of the reward actor, with two groups
         groups = [functions.submit(plain(), [str(i), str(i + 1)], [[1], [2]]) for i in (first, first + 2)]
         return [group.result() for group in groups]
 
-    with ThreadPoolExecutor(3) as pool:
+    with closing(functions), ThreadPoolExecutor(3) as pool:
         answers = list(pool.map(score, [0, 4, 8]))
     assert answers == [
-        [{"judge": [i, i + 1], "alone": [-i, -i - 1]} for i in (first, first + 2)] for first in (0, 4, 8)
+        [{"judge": [i, i + 1], "backwards": [-i, -i - 1]} for i in (first, first + 2)] for first in (0, 4, 8)
     ]
-    assert most == 1
+
+
+def test_only_sync_functions_have_a_process(module_file: Path) -> None:
+    async def judge(completions: Any) -> list[float]:
+        return [0.0 for _ in completions]
+
+    before = {p.pid for p in psutil.Process().children()}
+    functions = together(judge)
+    functions.start()
+    functions.submit(plain(), ["a", "b"], [[1], [2]]).result()
+    RewardFunctions(load(f"{module_file}:score"), timeout_s=5).check_columns([])  # nor those that are only looked at
+    assert {p.pid for p in psutil.Process().children()} <= before
 
 
 def test_a_partial_is_named_after_its_function_and_async_ones_are_found() -> None:
@@ -353,38 +384,20 @@ def test_a_partial_is_named_after_its_function_and_async_ones_are_found() -> Non
 
 
 def test_the_deadline_ends_the_wait() -> None:
-    release = threading.Event()
-
-    def stuck(completions: Any) -> list[float]:
-        release.wait(20)
+    async def stuck(completions: Any) -> list[float]:
+        await asyncio.sleep(600)
         return [0.0, 0.0]
 
-    async def stuck_async(completions: Any) -> list[float]:
-        await asyncio.sleep(20)
-        return [0.0, 0.0]
-
-    for call in (stuck, stuck_async):
-        start = time.monotonic()
-        with pytest.raises(DeadlineError) as caught:
-            score_two(call, timeout_s=0.2)
-        assert time.monotonic() - start < 5
-        assert f"reward function {call.__name__} (reward.functions[0]) did not finish 2 completions within" in str(
-            caught.value
-        )
-        assert "reward.function_timeout_s=0.2; raise that" in str(caught.value)
-    release.set()
-
-
-def boom(completions: Any) -> list[float]:
-    raise KeyError("two\nlines")
+    with pytest.raises(DeadlineError) as caught:
+        score_two(stuck, timeout_s=0.1)
+    assert str(caught.value) == (
+        "reward function stuck (reward.functions[0]) did not finish 2 completions within "
+        "reward.function_timeout_s=0.1; raise that, or make it faster"
+    )
 
 
 async def boom_async(completions: Any) -> list[float]:
     raise KeyError("two\nlines")
-
-
-def leave(completions: Any) -> list[float]:
-    sys.exit(3)
 
 
 async def cancelled(completions: Any) -> list[float]:
@@ -394,9 +407,7 @@ async def cancelled(completions: Any) -> list[float]:
 @pytest.mark.parametrize(
     ("call", "message", "cause"),
     [
-        (boom, "boom (reward.functions[0]) raised KeyError: 'two\\nlines'", KeyError),
         (boom_async, "boom_async (reward.functions[0]) raised KeyError: 'two\\nlines'", KeyError),
-        (leave, "leave (reward.functions[0]) raised SystemExit: 3", SystemExit),
         (cancelled, "cancelled (reward.functions[0]) raised CancelledError", BaseException),
     ],
 )
@@ -409,14 +420,16 @@ def test_what_a_function_raises_is_named_and_chained(call: Any, message: str, ca
 
 
 def test_a_failure_does_not_wait_for_the_others() -> None:
-    def slow(completions: Any) -> list[float]:
-        time.sleep(3)
+    async def slow(completions: Any) -> list[float]:
+        await asyncio.sleep(600)
         return [0.0, 0.0]
 
-    start = time.monotonic()
-    with pytest.raises(RewardError, match="boom"):
-        together(slow, boom).submit(plain(), ["a", "b"], [[1], [2]]).result()
-    assert time.monotonic() - start < 2
+    with pytest.raises(RewardError, match="boom_async"):
+        together(slow, boom_async, timeout_s=600).submit(plain(), ["a", "b"], [[1], [2]]).result()
+
+
+def checked(values: Any) -> list[float]:
+    return unloaded(boom_async).checked(values, 2)
 
 
 @pytest.mark.parametrize(
@@ -429,6 +442,9 @@ def test_a_failure_does_not_wait_for_the_others() -> None:
         ({0: 1.0, 1: 1.0}, "returned a dict"),
         ([1.0, "1"], "returned '1' for completion 1; return a finite number or None"),
         ([math.inf, 1.0], "returned inf for completion 0; return a finite number or None"),
+        ([1.0, math.nan], "returned nan for completion 1; return a finite number or None"),
+        (np.array([1.0, np.nan]), "returned nan for completion 1; return a finite number or None"),
+        ([1.0, 10**400], "returned 1000000"),
         ([[1.0], 1.0], "returned [1.0] for completion 0"),
         (torch.ones(2, 2), "returned [1.0, 1.0] for completion 0"),
         ([torch.ones(2), 1.0], "for completion 0; return a finite number or None"),
@@ -436,8 +452,8 @@ def test_a_failure_does_not_wait_for_the_others() -> None:
 )
 def test_what_is_not_one_number_per_completion(values: Any, message: str) -> None:
     with pytest.raises(RewardError) as caught:
-        score_two(lambda completions: values)
-    assert "reward function <lambda> (reward.functions[0]) " in str(caught.value)
+        checked(values)
+    assert "reward function boom_async (reward.functions[0]) " in str(caught.value)
     assert message in str(caught.value)
 
 
@@ -451,15 +467,50 @@ def test_combine_is_the_weighted_sum_of_those_that_did_not_abstain() -> None:
     assert combined.tolist() == [7.0, 10.0, 4.0]
 
 
-def test_a_row_without_any_reward_is_an_error() -> None:
+def test_a_row_to_which_nobody_gave_a_number_has_no_reward() -> None:
+    scores = {"a": [1.0, math.nan, math.nan], "b": [1.0, 2.0, math.nan]}
+    combined = combine(scores, {"a": 1.0, "b": 3.0})
+    assert combined.isnan().tolist() == [False, False, True]
+    assert combined[:2].tolist() == [4.0, 6.0]
+
+
+def test_a_function_of_weight_zero_decides_nothing() -> None:
+    scores = {"shown": [5.0, math.nan, 5.0], "right": [1.0, 2.0, math.nan]}
+    combined = combine(scores, {"shown": 0.0, "right": 1.0})
+    assert combined[:2].tolist() == [1.0, 2.0]
+    assert combined[2].isnan()
+    assert combine(scores, {"shown": 0.0, "right": 0.0}).isnan().all()
+
+
+def test_a_sum_that_float32_cannot_hold_is_an_error() -> None:
+    with pytest.raises(RewardError, match="the reward of completion 1, the weighted sum of a, b, is too large"):
+        combine({"a": [1.0, 1e30], "b": [0.0, 0.0]}, {"a": 1e10, "b": 1.0})
+
+
+def test_more_abstained_than_allowed_ends_the_run() -> None:
+    rewards = torch.tensor([math.nan, math.nan, 1.0, math.nan])
+    check_abstained(rewards, {"a": 1.0}, 0.75)
     with pytest.raises(RewardError) as caught:
-        combine({"a": [1.0, math.nan], "b": [1.0, math.nan]}, {"a": 1.0, "b": 1.0})
-    assert "every reward function (a, b) abstained for 1 of 2 completions (first: 1)" in str(caught.value)
+        check_abstained(rewards, {"a": 1.0, "b": 0.0, "c": 2.0}, 0.5)
+    assert str(caught.value) == (
+        "3 of 4 completions of this step (75%) have no reward: every reward function of nonzero weight (a, c) "
+        "abstained; return numbers for more of them, drop those prompts, or raise reward.max_abstained=0.5"
+    )
+    with pytest.raises(RewardError, match="have no reward: all weights are 0; "):
+        check_abstained(rewards, {"a": 0.0}, 0.5)
 
 
 def test_text_is_asked_for_only_by_functions_that_take_it() -> None:
     assert not together(lambda completion_ids: [0.0]).needs_text
     assert together(lambda completion_ids: [0.0], lambda completions: [0.0]).needs_text
     assert together(lambda **kwargs: [0.0]).needs_text
-    by_tokens = together(lambda completion_ids, prompts: [float(len(ids)) for ids in completion_ids])
-    assert by_tokens.submit(plain(), None, [[1], [2, 3]]).result() == {"<lambda>": [1.0, 2.0]}
+
+    async def by_tokens(completion_ids: Any, prompts: Any) -> list[float]:
+        return [float(len(ids)) for ids in completion_ids]
+
+    assert together(by_tokens).submit(plain(), None, [[1], [2, 3]]).result() == {"by_tokens": [1.0, 2.0]}
+
+
+def test_the_allowed_share_is_a_share() -> None:
+    with pytest.raises(ConfigError, match=r"reward\.max_abstained=50\.0 must lie in \[0, 1\]: a share"):
+        load_config(ROOT / "conf" / "grpo_tiny.yaml", ["reward.max_abstained=50"])

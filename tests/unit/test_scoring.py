@@ -3,13 +3,15 @@
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.roles import JointCall, divide
 from benchmarks.bench_learner import ragged_batch
-from rlhf.frozen import FrozenScorer
+from rlhf.errors import RewardError
+from rlhf.frozen import FrozenScorer, RewardModel
 from rlhf.models import load_policy
 
 
@@ -47,3 +49,17 @@ def test_a_frozen_model_scores_each_batch_as_if_it_came_alone(tiny_model_dir) ->
     assert [len(scores) for scores in together] == [batch.num_completion_tokens for batch in batches]
     for batch, scores in zip(batches, together, strict=True):
         assert torch.equal(scores, scorer.score([batch])[0])
+
+
+def test_a_reward_model_that_gives_no_number_is_named(tiny_model_dir, monkeypatch) -> None:
+    path = str(tiny_model_dir)
+    model = RewardModel(path, torch.nn.Identity(), max_tokens=8, token_budget=64, device=torch.device("cpu"))  # type: ignore[arg-type]
+    for bad in (torch.nan, torch.inf):
+        scores = [torch.tensor([0.5, 1.0]), torch.tensor([2.0, bad])]
+        monkeypatch.setattr(FrozenScorer, "score", lambda self, batches, scores=scores: scores)
+        with pytest.raises(
+            RewardError, match=rf"^reward\.model\.path={path}: it gave {bad} for a completion; look for"
+        ):
+            model.score_tokens([[[1, 2], [3]], [[4], [5]]])
+    monkeypatch.setattr(FrozenScorer, "score", lambda self, batches: [torch.tensor([0.5, 1.0])])
+    assert model.score_tokens([[[1, 2], [3]]]) == [[0.5, 1.0]]

@@ -1,7 +1,8 @@
 """The stream of groups: exact batches, bounded staleness, dynamic sampling, nothing lost or used twice."""
 
+import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
@@ -83,16 +84,26 @@ class Done:
 class EveryThird:
     """Groups of prompts 0, 3, 6, ... have one good sample; all others are equal."""
 
+    good: float = 1.0
+    bad: float = 0.0
+    others: float = 0.0  # rewards of groups without a good sample
+
     def weights(self) -> dict[str, float]:
         return {"right": 1.0}
 
     def score(self, groups: Sequence[Sequence[Rollout]]) -> Done:
-        return Done([{"right": [float(r.prompt.id % 3 == 0 and r.sample_index == 0) for r in g]} for g in groups])
+        return Done([{"right": [self.reward(rollout) for rollout in group]} for group in groups])
+
+    def reward(self, rollout: Rollout) -> float:
+        if rollout.prompt.id % 3:
+            return self.others
+        return self.good if rollout.sample_index == 0 else self.bad
 
 
-def make(settings: Config, seed: int = 0) -> tuple[GroupStream, Counting, Pool]:
+def make(settings: Config, seed: int = 0, reward: EveryThird | None = None) -> tuple[GroupStream, Counting, Pool]:
     prompts, pool = Counting(), Pool(Random(seed))
-    return GroupStream(prompts, pool, EveryThird(), None, settings), prompts, pool  # type: ignore[arg-type]
+    stream = GroupStream(prompts, pool, reward or EveryThird(), None, settings)  # type: ignore[arg-type]
+    return stream, prompts, pool
 
 
 def test_on_policy_takes_exactly_its_prompts_in_their_order() -> None:
@@ -161,6 +172,21 @@ def test_equal_groups_are_replaced_exactly() -> None:
     assert all(r.prompt.id % 3 == 0 for r in batch.rollouts)
     assert batch.scores["right"] == [1.0, 0.0] * 4
     assert 10 <= prompts.taken < 4 + 10 * 4
+
+
+def test_groups_are_judged_by_the_rewards_that_the_loss_sees() -> None:
+    clipped = replace(config(4, tries=1).algorithm, reward_clip=0.5)
+    stream, prompts, _ = make(replace(config(4, tries=1), algorithm=clipped), reward=EveryThird(good=3.0, bad=0.7))
+    stream.next_batch(0)
+    assert prompts.taken == 8, "3.0 and 0.7 are both clipped to 0.5: every group is equal"
+
+
+def test_groups_with_fewer_than_two_rewards_are_replaced() -> None:
+    stream, _, _ = make(config(4, tries=10), reward=EveryThird(others=math.nan))
+    assert all(r.prompt.id % 3 == 0 for r in stream.next_batch(0).rollouts)
+    stream, prompts, _ = make(config(4, tries=1), reward=EveryThird(bad=math.nan, others=math.nan))
+    stream.next_batch(0)
+    assert prompts.taken == 8, "one reward in a group is compared with nothing"
 
 
 def test_out_of_tries_the_batch_is_filled_with_equal_groups() -> None:

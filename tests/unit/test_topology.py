@@ -26,7 +26,7 @@ def config(*overrides: str) -> Config:
         (["reference.num_ranks=2", "reward.num_workers=5"], 9, 4, 4),
         (["placement.mode=colocate"], 4, 1, 2),
         (["placement.mode=colocate", "learner.num_ranks=4", "rollout.num_workers=2"], 8, 4, 2),
-        (["placement.mode=colocate", "learner.num_ranks=4", "rollout.tensor_parallel_size=2"], 7, 4, 2),
+        (["placement.mode=colocate", "learner.num_ranks=4", "rollout.tensor_parallel_size=2"], 7, 4, 3),
         (["placement.mode=colocate", "learner.num_ranks=2", "rollout.num_workers=6"], 10, 2, 2),
         (["rollout.extra_kinds.big={num_workers: 2, tensor_parallel_size: 4, cpus_per_worker: 3}"], 10, 11, 6),
     ],
@@ -60,7 +60,11 @@ def test_a_tensor_parallel_worker_spans_the_learners_gpus() -> None:
         ),
         "gpu",
     )
-    assert topology.slots["rollout"] == (Slot("shared", 0, 1, 0, (0, 1)), Slot("shared", 2, 1, 0, (2, 3)))
+    assert topology.slots["rollout"] == (Slot("shared-0", 0, 1, 0, (0, 1)), Slot("shared-1", 0, 1, 0, (0, 1)))
+    learner = [(slot.group, slot.bundle) for slot in topology.slots["learner"]]
+    assert learner == [("shared-0", 0), ("shared-0", 1), ("shared-1", 0), ("shared-1", 1)]
+    shared = [group for group in topology.groups if group.name.startswith("shared")]
+    assert {(group.strategy, len(group.bundles)) for group in shared} == {("STRICT_PACK", 2)}, "an engine has one node"
 
 
 def test_rollout_workers_have_groups_of_their_own() -> None:

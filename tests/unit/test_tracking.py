@@ -82,6 +82,19 @@ def test_reward_metrics_by_hand():
     assert math.isnan(metrics["rewards/rare/std"])
 
 
+def test_completions_without_reward_are_counted_and_left_out():
+    missing = torch.tensor([1.0, math.nan, math.nan, 4.0, 7.0, math.nan, 5.0, 5.0, math.nan])
+    metrics = rollout_metrics([rollout(1)] * 9, {}, missing, group_size=3)
+    assert metrics["reward/abstained"] == pytest.approx(4 / 9)
+    assert metrics["reward"] == pytest.approx(22 / 5)
+    assert metrics["reward_std"] == pytest.approx(math.sqrt(sum((x - 4.4) ** 2 for x in (1, 4, 7, 5, 5)) / 4))
+    assert metrics["frac_reward_zero_std"] == pytest.approx(2 / 3), "equal, or fewer than two"
+    nobody = rollout_metrics([rollout(1)] * 2, {}, torch.full((2,), math.nan), group_size=1)
+    assert nobody["reward/abstained"] == 1.0
+    assert math.isnan(nobody["reward"])
+    assert rollout_metrics([rollout(1)], {}, torch.ones(1), group_size=1)["reward/abstained"] == 0.0
+
+
 def test_equal_rewards_have_zero_deviation_whatever_their_rounding():
     metrics = rollout_metrics([rollout(1)] * 3, {}, torch.full((3,), 1e4 + 0.1), group_size=3)
     assert metrics["frac_reward_zero_std"] == 1.0

@@ -1,0 +1,64 @@
+"""The gate between sampling and training: do the rollout workers sample from the weights that the learner has?
+
+Checksums prove that the bytes of a weight version arrived; that the engine computes with them, and computes the same, is
+seen only in what it says. So some completions of every step carry the sampler's log-probabilities, and the learner's own
+are compared with them. (Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training.)
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from rlhf.batch import TrainBatch
+from rlhf.config import RolloutConfig, SamplingChecksConfig
+from rlhf.errors import SamplingError
+
+DIFFERENCE = "sampling/logprob_difference_mean"
+BOUNDS = {torch.float32: (1e-3, 1e-2), torch.bfloat16: (0.1, 0.5)}  # nats: warn, stop
+
+
+@dataclass(frozen=True)
+class SamplingGate:
+    """Bounds on the mean absolute difference, in nats; infinite where none is judged."""
+
+    warn: float
+    stop: float
+
+    @classmethod
+    def of(cls, checks: SamplingChecksConfig, rollout: RolloutConfig, dtype: torch.dtype) -> "SamplingGate":
+        """Samplers that cut the distribution (top_p, top_k) say something else by design: there, nothing is judged."""
+        if rollout.top_p < 1 or rollout.top_k > 0:
+            return cls(float("inf"), float("inf"))
+        warn, stop = BOUNDS[dtype]
+        stop = stop if checks.max_logprob_difference is None else checks.max_logprob_difference
+        warn = min(warn, stop) if checks.warn_logprob_difference is None else checks.warn_logprob_difference
+        return cls(warn, stop)
+
+    def judge(self, metrics: Mapping[str, float], version: int) -> str | None:
+        """A warning, if one is due. Raises SamplingError where the difference is beyond the bound, or no number."""
+        difference = metrics.get(DIFFERENCE)
+        if difference is None or difference <= self.warn:
+            return None
+        found = (
+            f"weight version {version}: the learner's log-probabilities differ from the rollout workers' by "
+            f"{difference:.2g} nats on average"
+        )
+        if difference <= self.stop:
+            return f"{found} (checks.warn_logprob_difference={self.warn:g})"
+        raise SamplingError(
+            f"{found}, more than checks.max_logprob_difference={self.stop:g}: what would be trained is not what was "
+            "sampled, and nothing of it is published or saved; look for settings that change the sampler alone "
+            "(rollout.engine_args), a model that only one side computes right, or raise the bound"
+        )
+
+
+def compared_tokens(batch: TrainBatch, version: int) -> torch.Tensor | None:
+    """bool [N]: tokens with the sampler's log-probability that were sampled from exactly ``version``; None: no token.
+
+    Of older tokens the difference would be what the learner has learnt since.
+    """
+    if batch.rollout_logprobs is None:
+        return None
+    compared = ~batch.rollout_logprobs.isnan() & (batch.versions == version)
+    return compared if compared.any() else None

@@ -1,0 +1,294 @@
+"""Every number of the configuration has bounds: the schema is walked, and each number is set to what it must not be."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import pytest
+
+from rlhf.bounds import Bounds
+from rlhf.config import (
+    AutoscaleConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    PreferenceDataConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RewardModelConfig,
+    RewardTrainingConfig,
+    RolloutConfig,
+    WorkerKindConfig,
+)
+from rlhf.errors import ConfigError
+from rlhf.recipes import load_config
+
+RECIPE = Path(__file__).parents[2] / "conf" / "grpo_tiny.yaml"
+Names = tuple[str | int, ...]
+
+# Configurations in which every section, list and dictionary has something in it.
+WHOLE = Config(
+    model=ModelConfig(path="m"),
+    data=DataConfig(train="task:arithmetic"),
+    reward=RewardConfig(functions=[RewardFunctionConfig(path="f")], model=RewardModelConfig(path="r")),
+    rollout=RolloutConfig(autoscale=AutoscaleConfig(), extra_kinds={"big": WorkerKindConfig(resources={"h100": 1})}),
+)
+REWARD_TRAINING = RewardTrainingConfig(model=ModelConfig(path="m"), data=PreferenceDataConfig(train="task:phrases"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """A number in a configuration: the names that lead to it, the field that says what it is, and its bounds."""
+
+    config: Config | RewardTrainingConfig
+    names: Names
+    field: str
+    bounds: Bounds | None
+
+    @property
+    def key(self) -> str:
+        parts = (f"[{name}]" if isinstance(name, int) else f".{name}" for name in self.names)
+        return "".join(parts).removeprefix(".")
+
+    def __str__(self) -> str:
+        return self.key if self.config is WHOLE else f"train-reward:{self.key}"
+
+    def set(self, value: float) -> None:
+        """Builds the configuration with this value. Raises ConfigError."""
+        replaced(self.config, self.names, value)
+
+
+def replaced(part: Any, names: Names, value: float) -> Any:
+    """A copy of a part of a configuration with one number in it changed."""
+    if not names:
+        return value
+    name, rest = names[0], names[1:]
+    if isinstance(part, list | tuple):
+        return type(part)(replaced(m, rest, value) if i == name else m for i, m in enumerate(part))
+    if isinstance(part, dict):
+        return part | {name: replaced(part[name], rest, value)}
+    assert isinstance(name, str)
+    return dataclasses.replace(part, **{name: replaced(getattr(part, name), rest, value)})
+
+
+def numbers(config: Config | RewardTrainingConfig, part: Any, names: Names = ()) -> Iterator[Number]:
+    """All numbers in a dataclass of a configuration."""
+
+    def walk(annotation: Any, value: Any, names: Names, field: str) -> Iterator[Number]:
+        origin, args = get_origin(annotation), get_args(annotation)
+        if annotation in (int, float):
+            yield Number(config, names, field, None)
+        elif origin is Annotated:
+            yield Number(config, names, field, annotation.__metadata__[0])
+        elif NoneType in args:
+            yield from walk(next(arg for arg in args if arg is not NoneType), value, names, field)
+        elif dataclasses.is_dataclass(value):
+            yield from numbers(config, value, names)
+        elif origin is dict:
+            for name, member in value.items():
+                yield from walk(args[1], member, (*names, name), field)
+        elif origin in (list, tuple):
+            for index, member in enumerate(value):
+                yield from walk(args[index if origin is tuple else 0], member, (*names, index), field)
+
+    hints = get_type_hints(type(part), include_extras=True)
+    for field in dataclasses.fields(part):
+        where = f"{type(part).__name__}.{field.name}"
+        yield from walk(hints[field.name], getattr(part, field.name), (*names, field.name), where)
+
+
+NUMBERS = [*numbers(WHOLE, WHOLE), *numbers(REWARD_TRAINING, REWARD_TRAINING)]
+EACH_NUMBER = pytest.mark.parametrize("number", NUMBERS, ids=str)
+
+
+def annotations(schema: type, seen: set[type]) -> Iterator[tuple[str, Any]]:
+    """The annotation of every field of every dataclass that a schema leads to, whatever its value."""
+    if schema in seen:
+        return
+    seen.add(schema)
+    hints = get_type_hints(schema, include_extras=True)
+    for field in dataclasses.fields(schema):
+        yield f"{schema.__name__}.{field.name}", hints[field.name]
+        for part in parts_of(hints[field.name]):
+            if isinstance(part, type) and dataclasses.is_dataclass(part):
+                yield from annotations(part, seen)
+
+
+def parts_of(annotation: Any) -> Iterator[Any]:
+    """An annotation and all that it is made of; a number with its bounds is one part."""
+    yield annotation
+    if get_origin(annotation) is not Annotated:
+        for arg in get_args(annotation):
+            yield from parts_of(arg)
+
+
+def unbounded(schema: type) -> list[str]:
+    return [key for key, whole in annotations(schema, set()) if any(part in (int, float) for part in parts_of(whole))]
+
+
+# The schema.
+
+
+@pytest.mark.parametrize("schema", [Config, RewardTrainingConfig])
+def test_every_number_has_bounds(schema: type) -> None:
+    assert unbounded(schema) == []
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    plain: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    bounded: Annotated[int, Bounds(min=1)] = 1
+    pair: tuple[float, float] = (0.0, 0.0)
+    maybe: int | None = None
+    several: dict[str, Inner] = dataclasses.field(default_factory=dict)
+    flag: bool = False
+    name: str = ""
+
+
+def test_a_number_without_bounds_is_found() -> None:
+    """Guards the guard, in all the places where a number may stand."""
+    assert unbounded(Outer) == ["Outer.pair", "Outer.maybe", "Inner.plain"]
+
+
+def test_the_values_below_are_those_of_every_number_in_the_schema() -> None:
+    fields = {
+        key
+        for schema in (Config, RewardTrainingConfig)
+        for key, whole in annotations(schema, set())
+        if any(get_origin(part) is Annotated for part in parts_of(whole))
+    }
+    assert {number.field for number in NUMBERS} == fields
+
+
+@pytest.mark.parametrize("bounds", {number.bounds for number in NUMBERS if number.bounds}, ids=str)
+def test_an_end_has_one_bound_at_most(bounds: Bounds) -> None:
+    assert bounds.min is None or bounds.above is None
+    assert bounds.max is None or bounds.below is None
+    assert not bounds.interval or (bounds.min, bounds.above) != (None, None) != (bounds.max, bounds.below)
+
+
+# The values.
+
+
+@EACH_NUMBER
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_refused(number: Number, value: float) -> None:
+    assert_refused(number, value, "must be a finite number")
+
+
+@EACH_NUMBER
+def test_what_is_out_of_bounds_is_refused(number: Number) -> None:
+    bounds = number.bounds
+    assert bounds is not None
+    smaller = None if bounds.min is None else bounds.min - 1
+    larger = None if bounds.max is None else bounds.max + 1
+    for value in (smaller, bounds.above, larger, bounds.below):
+        if value is not None:
+            assert_refused(number, value, "must ")
+
+
+def assert_refused(number: Number, value: float, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        number.set(value)
+    message = str(caught.value)
+    assert message.startswith(f"{number.key}={value} {reason}") and "\n" not in message
+
+
+# Where a number at its bound contradicts another at its default: what the error says then.
+CONTRADICTIONS = {
+    "data.max_prompt_tokens=2147483647": "learner.micro_batch_tokens=8192 cannot hold one sequence",
+    "train-reward:data.max_tokens=2147483647": "learner.micro_batch_tokens=8192 cannot hold one pair",
+    "algorithm.group_size=1": "nothing to compare within a group",
+    "algorithm.num_minibatches=2147483647": "does not divide prompts_per_step x group_size",
+    "algorithm.delta=1.0000000000000002": "must be greater than 1 + algorithm.epsilon_high = 1.2",
+    "algorithm.kl_target=5e-324": "needs algorithm.name=ppo",
+    "learner.micro_batch_tokens=1": "cannot hold one sequence",
+    "train-reward:learner.micro_batch_tokens=1": "cannot hold one pair",
+    "learner.optimizer.warmup_steps=2147483647": "is more than the 100 optimiser steps",
+    "critic.micro_batch_tokens=1": "cannot hold one sequence",
+    "reference.micro_batch_tokens=1": "cannot hold one sequence",
+    "reward.model.max_tokens=2147483647": "reward.model.micro_batch_tokens=16384 cannot hold one text",
+    "reward.model.micro_batch_tokens=1": "cannot hold one text",
+    "rollout.num_workers=0": "must lie between rollout.autoscale.min and .max",
+    "rollout.num_workers=2147483647": "must lie between rollout.autoscale.min and .max",
+    "rollout.autoscale.min=2147483647": "must be at least rollout.autoscale.min",
+    "rollout.max_completion_tokens=2147483647": "learner.micro_batch_tokens=8192 cannot hold one sequence",
+}
+
+
+@EACH_NUMBER
+def test_the_bounds_are_accepted_unless_another_key_contradicts(number: Number) -> None:
+    bounds = number.bounds
+    assert bounds is not None
+    above = None if bounds.above is None else math.nextafter(bounds.above, math.inf)
+    below = None if bounds.below is None else math.nextafter(bounds.below, -math.inf)
+    for value in (bounds.min, above, below, bounds.max):
+        if value is None:
+            continue
+        if expected := CONTRADICTIONS.get(f"{number}={value}"):
+            with pytest.raises(ConfigError, match=re.escape(expected)):
+                number.set(value)
+        else:
+            number.set(value)
+
+
+# As they come from YAML.
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("learner.num_ranks=0", "learner.num_ranks=0 must be at least 1"),
+        ("critic.num_ranks=-1", "critic.num_ranks=-1 must be at least 1"),
+        ("critic.optimizer.eps=0", "critic.optimizer.eps=0.0 must be positive"),
+        ("learner.optimizer.learning_rate=10", "learner.optimizer.learning_rate=10.0 must be at most 1"),
+        ("learner.optimizer.betas=[0.9, nan]", "learner.optimizer.betas[1]=nan must be a finite number"),
+        ("learner.optimizer.betas=[1, 0.9]", "learner.optimizer.betas[0]=1.0 must lie in [0, 1)"),
+        ("learner.zero_stage=4", "learner.zero_stage=4 must lie in [0, 3]: use 0, 1, 2 or 3"),
+        ("algorithm.entropy_coef=-0.1", "algorithm.entropy_coef=-0.1 must be at least 0"),
+        ("algorithm.beta=.nan", "algorithm.beta=nan must be a finite number"),
+        ("algorithm.lam=1e999", "algorithm.lam=inf must be a finite number"),
+        ("algorithm.dual_clip=1", "algorithm.dual_clip=1.0 must be greater than 1"),
+        ("seed=4294967296", "seed=4294967296 must be at most 4294967295"),
+        ("rollout.extra_kinds.big.resources.h100=-1", "rollout.extra_kinds.big.resources.h100=-1.0 must be positive"),
+        ("reward.functions=[{path: f, weight: .inf}]", "reward.functions[0].weight=inf must be a finite number"),
+        ("reward.model={path: r, num_ranks: 0}", "reward.model.num_ranks=0 must be at least 1"),
+        (
+            "rollout.autoscale.idle_fraction=1",
+            "rollout.autoscale.idle_fraction=1.0 must lie between 0 and 1, exclusive",
+        ),
+        # what OmegaConf refuses before
+        ("learner.num_ranks=2.5", "learner.num_ranks: Value '2.5' of type 'float' could not be converted to Integer"),
+        ("learner.num_ranks=.inf", "learner.num_ranks: Value 'inf' of type 'float' could not be converted to Integer"),
+        ("learner.num_ranks=true", "learner.num_ranks: Value 'True' of type 'bool' could not be converted to Integer"),
+        ("algorithm.beta=true", "algorithm.beta: Value 'True' of type 'bool' could not be converted to Float"),
+        ("algorithm.beta=null", "algorithm.beta: Incompatible value 'None' for field of type 'float'"),
+    ],
+)
+def test_a_number_in_a_recipe_is_refused_by_its_key(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(RECIPE, [override])
+    assert str(caught.value) == message
+
+
+def test_bounds_change_nothing_about_what_omegaconf_takes() -> None:
+    config = load_config(
+        RECIPE,
+        [
+            *("algorithm.delta=null", "algorithm.gamma=1", "learner.optimizer.betas=[0, 0.5]", "learner.compile=0"),
+            *("learner.zero_stage=1", "rollout.logprobs=1", "rollout.extra_kinds.big={resources: {h100: 2}}"),
+        ],
+    )
+    assert config.algorithm.delta is None
+    assert (config.algorithm.gamma, type(config.algorithm.gamma)) == (1.0, float)
+    assert config.learner.optimizer.betas == (0.0, 0.5)
+    assert (config.learner.compile, config.rollout.logprobs) == (False, True)
+    assert config.rollout.extra_kinds["big"].resources == {"h100": 2.0}
