@@ -58,8 +58,9 @@ def deepspeed_config(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any
     Raises ConfigError where DeepSpeed cannot add up gradients as asked.
     """
     low_precision = dtype == torch.bfloat16
+    float32_sums = low_precision and config.float32_gradients
     require(
-        not (low_precision and config.float32_gradients) or config.can_sum_in_float32,
+        not float32_sums or config.can_sum_in_float32,
         f"{config.KEY}.float32_gradients=true: DeepSpeed cannot with a bfloat16 model, {config.KEY}.zero_stage="
         f"{config.zero_stage} and offload_optimizer={str(config.offload_optimizer).lower()}; use "
         "float32_gradients=null, zero_stage=3, or 1 or 2 without offload_optimizer",
@@ -69,9 +70,13 @@ def deepspeed_config(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
-        # immediate_grad_update, of float32 gradients at stage 1: no second, bfloat16 copy of them waits for the step
+        # immediate_grad_update: at stage 1 no second, bfloat16 copy of float32 gradients waits for the step
         "bf16": {"enabled": low_precision, "check_grad_overflow": True, "immediate_grad_update": True},
-        **(_float32_gradients(config.zero_stage) if low_precision and config.float32_gradients else {}),
+        # Stage 3 would round buffers to bfloat16 as they are made: rotary frequencies, so every angle would be wrong.
+        "data_types": {"keep_in_fp32_modules": ["*"]} | ({"grad_accum_dtype": "fp32"} if float32_sums else {}),
+        # Stage 1 sends the sums, once a step: in bfloat16 they would be rounded at the very end. Stages 2 and 3 send
+        # each micro-batch's gradient before it is added, in the bfloat16 that it was computed in.
+        **({"communication_data_type": "fp32"} if float32_sums and config.zero_stage == 1 else {}),
         "gradient_clipping": config.optimizer.max_grad_norm,
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
@@ -84,12 +89,6 @@ def deepspeed_config(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any
             **offload,
         },
     }
-
-
-def _float32_gradients(stage: int) -> dict[str, Any]:
-    """Gradients add up in float32. Stage 1 also sends their sums so, once a step, or they would be rounded at its end;
-    stages 2 and 3 send each micro-batch's gradient before it is added, in the bfloat16 that it was computed in."""
-    return {"data_types": {"grad_accum_dtype": "fp32"}} | ({"communication_data_type": "fp32"} if stage == 1 else {})
 
 
 def make_optimizer(parameters: list[nn.Parameter], config: LearnerConfig) -> torch.optim.Optimizer:

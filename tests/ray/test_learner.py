@@ -200,15 +200,16 @@ class OnPretendedGpu(LearnerActor):
 
         actors.learner.device_bytes = lambda device: num_bytes + self._rank  # the smallest decides
 
-    def decided(self) -> tuple[bool | None, bool | None]:
-        return self._decided.gradient_checkpointing, self._decided.offload_when_idle
+    def decided(self) -> tuple[bool | None, bool | None, bool | None]:
+        settings = self._decided
+        return settings.gradient_checkpointing, settings.offload_when_idle, settings.float32_gradients
 
 
 def test_memory_decides_alike_on_all_ranks(ray_session, tiny_config) -> None:
     group, lines = start_on_pretended_gpu(tiny_config("learner.num_ranks=2"), 16 << 30)
     decided = group.call("decided", deadline=DEADLINE, doing="telling").result()
     group.kill()
-    assert decided == [(False, False)] * 2
+    assert decided == [(False, False, True)] * 2
     assert all(line is not None and "gradient checkpointing off" in line for line in lines)
 
 

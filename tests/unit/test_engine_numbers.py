@@ -8,6 +8,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+
+from rlhf.config import LearnerConfig
+from rlhf.engine import deepspeed_config
+from rlhf.errors import ConfigError
 
 # A process of its own for every rank; argv is the model. Stage 3 comes last: its context outlives its engines.
 PRELUDE = """
@@ -60,7 +65,7 @@ def only_gradient_is_inf(output, batch):
 def state(engine):
     engine.release_gathered()
     optimizer = [v for s in engine._optimizer.state.values() for _, v in sorted(s.items())]
-    return [*gathered_state_dict(engine.model).values(), *optimizer, torch.tensor(engine.engine.get_lr())]
+    return [*(gathered_state_dict(engine.model) or {}).values(), *optimizer, torch.tensor(engine.engine.get_lr())]
 
 def same(one, other):
     one, other = state(one), state(other)
@@ -92,7 +97,7 @@ def run(stage, dtype, float32):
 norms = {}
 for stage, dtype, float32 in [
     (0, F32, None), (0, BF16, None),
-    (1, F32, None), (1, BF16, False), (1, BF16, True),
+    (1, F32, None), (1, BF16, True),
     (2, F32, True), (2, BF16, True),
     (3, F32, None), (3, BF16, True),
 ]:
@@ -115,8 +120,7 @@ MICRO_BATCHES, SIZE = 32, 2
 def loss(output, batch):
     return -(output[0] * batch.advantages).sum() / 50, {}
 
-def exact():
-    model = load(BF16)
+def exact(model):
     total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
     for batch in batches(0, MICRO_BATCHES, SIZE):
         model.zero_grad()
@@ -135,10 +139,13 @@ def error(found, expected):
     squared = sum((found[name] - expected[name]).square().sum() for name in expected)
     return float((squared / sum(t.square().sum() for t in expected.values())).sqrt())
 
-expected = exact()
+plain = load(BF16)
+buffers, expected = dict(plain.named_buffers()), exact(plain)
 for stage in (1, 2, 3):
     for float32 in (False, True):
         engine = make(stage, BF16, float32, max_grad_norm=1e9, betas=(0.5, 0.9), learning_rate=1e-3)
+        for name, buffer in engine.model.named_buffers():
+            assert buffer.dtype == buffers[name].dtype and torch.equal(buffer, buffers[name]), f"{stage}: {name}"
         result = engine.step(batches(0, MICRO_BATCHES, SIZE), loss)
         found = error(summed(engine), expected)
         norm = math.sqrt(sum(float(t.square().sum()) for t in expected.values()))
@@ -149,7 +156,45 @@ for stage in (1, 2, 3):
         elif stage == 1 or RANKS == 1:
             assert found < 1e-5, f"stage {stage}: float32 sums off by {found}"
         else:  # each micro-batch's mean over the ranks is rounded to bfloat16 as it is sent
-            assert found < 1.5e-3, f"stage {stage}: float32 sums off by {found}"
+            assert found < 2.5e-3, f"stage {stage}: float32 sums off by {found}"
+"""
+)
+
+
+RESUMES = (
+    PRELUDE
+    + """
+def step(engine):
+    return engine.step(batches(0, 3), lambda output, _: (-output[0].sum() / 50, {}))
+
+def weights(engine):
+    engine.release_gathered()
+    return gathered_state_dict(engine.model)
+
+def held(engine):
+    return sum(t.untyped_storage().nbytes() for t in engine._optimizer_tensors())
+
+for stage in (1, 2, 3):
+    where = f"{sys.argv[2]}/{stage}"
+    plain, parked, resumed = (make(stage, BF16, True, learning_rate=1e-2, schedule="linear") for _ in range(3))
+    parked.park_optimizer()
+    for _ in range(2):
+        parked.unpark_optimizer()
+        assert step(plain) == step(parked)
+        before = held(parked)
+        parked.park_optimizer()
+        assert held(parked) == 0
+    count = sum(getattr(p, "ds_numel", p.numel()) for p in plain.model.parameters())
+    assert abs(before / count - 12) < 0.1, f"stage {stage}: master weights and moments, not {before / count} bytes"
+    parked.save(where)
+    resumed.load(where)
+    parked.unpark_optimizer()
+    results = [step(engine) for engine in (plain, parked, resumed)]
+    assert results[0] == results[1] == results[2], (stage, results)
+    expected = weights(plain)
+    for engine in (parked, resumed):
+        actual = weights(engine)
+        assert all(torch.equal(actual[name], expected[name]) for name in expected), stage
 """
 )
 
@@ -185,3 +230,19 @@ def test_a_step_that_is_not_finite_is_as_if_it_had_never_been(tiny_model_dir: Pa
 def test_gradients_add_up_in_float32(tiny_model_dir: Path, num_ranks: int) -> None:
     """32 micro-batches of a bfloat16 model, against the exact sum of their gradients."""
     run_ranks(SUMS, num_ranks, str(tiny_model_dir))
+
+
+def test_float32_gradients_park_save_and_resume(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Master weights, moments and schedule survive, bit for bit, at the stages that can add up in float32."""
+    run_ranks(RESUMES, 1, str(tiny_model_dir), str(tmp_path))
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, False), (1, True), (2, True)])
+def test_float32_gradients_are_refused_where_they_cannot_be(stage: int, offload: bool) -> None:
+    asked = LearnerConfig(zero_stage=stage, offload_optimizer=offload, float32_gradients=True)
+    with pytest.raises(
+        ConfigError, match=rf"^learner\.float32_gradients=true.*learner\.zero_stage={stage} and offload"
+    ):
+        deepspeed_config(asked, torch.bfloat16)
+    deepspeed_config(asked, torch.float32)  # there they are float32 anyway
+    deepspeed_config(LearnerConfig(zero_stage=stage, offload_optimizer=offload), torch.bfloat16)
