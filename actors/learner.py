@@ -86,14 +86,24 @@ class EngineActor(RankActor):
         if (plan := self._plan(float(smallest))) is not None:
             plan.check(self.ROLE)
             settings = plan.settings(self.ROLE)
-        elif settings.gradient_checkpointing is None:
-            settings = replace(settings, gradient_checkpointing=self._on_gpu)  # a GPU and an unknown model: be safe
-        # nodes may know a hub model's shape or not
-        choices = torch.tensor([settings.gradient_checkpointing, settings.offload_when_idle is True], device=device)
-        choices = choices.int()
+        else:  # the CPU, or a GPU and an unknown model: be safe
+            checkpointing, float32 = settings.gradient_checkpointing, settings.float32_gradients
+            settings = replace(
+                settings,
+                gradient_checkpointing=self._on_gpu if checkpointing is None else checkpointing,
+                float32_gradients=not self._on_gpu and settings.can_sum_in_float32 if float32 is None else float32,
+            )
+        # nodes may know a hub model's shape or not: then what takes less memory
+        frugal = settings.gradient_checkpointing, settings.offload_when_idle is True, not settings.float32_gradients
+        choices = torch.tensor(frugal, device=device).int()
         dist.all_reduce(choices, dist.ReduceOp.MAX)
-        checkpointing, offload = choices.bool().tolist()
-        return replace(settings, gradient_checkpointing=checkpointing, offload_when_idle=offload)
+        checkpointing, offload, low_precision = choices.bool().tolist()
+        return replace(
+            settings,
+            gradient_checkpointing=checkpointing,
+            offload_when_idle=offload,
+            float32_gradients=not low_precision,
+        )
 
     def _rest(self) -> None:
         """Leaves the GPU to those who share it: parks the optimiser's state if it must, and empties torch's cache."""
@@ -120,9 +130,9 @@ class EngineActor(RankActor):
     def score(self, batch: TrainBatch) -> Part:
         return self._learner.score(batch)
 
-    def update(self, batch: TrainBatch) -> dict[str, float]:
+    def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
         self._learner.engine.unpark_optimizer()
-        metrics = self._learner.update(batch)
+        metrics = self._learner.update(batch, step)
         self._rest()
         return metrics
 
@@ -140,6 +150,13 @@ class EngineActor(RankActor):
 
 class LearnerActor(EngineActor):
     """One rank of the policy learner; also the sending end of weight publishes."""
+
+    def _total_steps(self) -> int:
+        config = self._config
+        waiting = (
+            config.critic.warmup_steps if config.uses_critic else 0
+        )  # training steps in which only the critic learns
+        return max(0, config.num_steps - waiting) * config.algorithm.steps_per_update
 
     def _load(self, dtype: torch.dtype) -> PackedModel:
         return load_policy(

@@ -29,10 +29,11 @@ class LearnerGroup:
             fold=lambda parts: merge_scores(batch, parts),
         )
 
-    def update(self, batch: TrainBatch) -> Call[dict[str, float]]:
+    def update(self, batch: TrainBatch, step: int) -> Call[dict[str, float]]:
         return self._group.call(
             "update",
             batch,
+            step,
             deadline=Deadline(self._timeouts.update_s, "timeouts.update_s"),
             doing="updating",
             fold=lambda answers: answers[0],

@@ -76,14 +76,14 @@ def measure(model: str, batch: TrainBatch, variant: dict[str, Any], repeats: int
     algorithm = AlgorithmConfig(prompts_per_step=batch.num_sequences // GROUP, group_size=GROUP)
     learner = PolicyLearner(engine, algorithm, seed=0, max_completion_tokens=longest)
     started = time.perf_counter()
-    learner.update(batch)
+    learner.update(batch, 0)
     first = time.perf_counter() - started
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     times = []
-    for _ in range(repeats):
+    for step in range(1, repeats + 1):
         started = time.perf_counter()
-        learner.update(batch)
+        learner.update(batch, step)
         times.append(time.perf_counter() - started)
     seconds = sorted(times)[len(times) // 2]
     num_tokens = len(batch.tokens)

@@ -228,7 +228,8 @@ class LearnerConfig(Section, key="learner"):
     offload_when_idle: bool | None = None
     # torch.compile the decoder layers, of reference and reward model too on a GPU; needs zero_stage < 3
     compile: bool = False
-    # gradients of several micro-batches add up in float32; null: where the memory plan has room for them, and on CPU
+    # gradients of several micro-batches add up in float32, of a bfloat16 model too; null: where the memory plan has
+    # room for them, and on CPU. DeepSpeed cannot at zero_stage 0, nor at 1 and 2 with offload_optimizer
     float32_gradients: bool | None = None
     micro_batch_tokens: PositiveInt = 8192  # token budget of one packed forward
     logits_chunk_tokens: PositiveInt = 1024  # the LM head runs on so many tokens at once
@@ -246,6 +247,11 @@ class LearnerConfig(Section, key="learner"):
             not self.offload_optimizer or self.zero_stage > 0,
             f"{self.KEY}.offload_optimizer needs {self.KEY}.zero_stage 1, 2 or 3",
         )
+
+    @property
+    def can_sum_in_float32(self) -> bool:
+        """Whether DeepSpeed can add up a bfloat16 model's gradients in float32."""
+        return self.zero_stage == 3 or (self.zero_stage > 0 and not self.offload_optimizer)
 
 
 @dataclass(frozen=True)
@@ -468,8 +474,12 @@ class ChecksConfig(Section, key="checks"):
     """What a run watches itself for, so that nothing goes wrong in silence."""
 
     probe: bool = True  # at start, the packed forward pass is compared with the model's own
-    on_nonfinite: Literal["stop", "skip"] = "stop"  # an optimiser step whose loss or gradient is NaN or infinite
-    max_skipped_steps: NonNegativeInt = 3  # in a row; one more ends the run
+    # What a NaN or an infinity does in a loss, a gradient, log-probabilities, values or advantages. stop: ends the run;
+    # nothing of that training step is published or saved. skip: leaves out the optimiser steps it is in
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    max_skipped_steps: NonNegativeInt = (
+        3  # training steps in a row of which anything was left out; one more ends the run
+    )
 
 
 @dataclass(frozen=True)

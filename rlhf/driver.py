@@ -13,6 +13,7 @@ from rlhf.batch import Prompt, TrainBatch
 from rlhf.checkpoint import CheckpointStore, read_state
 from rlhf.config import Config
 from rlhf.gate import SamplingGate, compared_tokens
+from rlhf.nonfinite import SkippedSteps, nonfinite_tensors, take_skip_report
 from rlhf.rewards.total import check_abstained, combine
 from rlhf.roles import Critic, Learner, Metrics, Reference, Reward, Rollouts
 from rlhf.stream import Batch, GroupStream, merge_parts, sample_once
@@ -46,6 +47,10 @@ class Driver:
     step: int = 0
     stop_requested: bool = False
     evaluations: dict[int, Metrics] = field(default_factory=dict)
+    skipped: SkippedSteps = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.skipped = SkippedSteps(self.config.checks)
 
     def run(self) -> None:
         """Trains to ``num_steps``, or to the end of the step in which ``stop_requested`` is set."""
@@ -60,9 +65,9 @@ class Driver:
             with phase("score"):
                 batch = self.score(sampled)
             with phase("advantage"):
-                batch, metrics = self.algorithm.assign_advantages(batch)
+                batch, metrics, nonfinite = self.assign_advantages(batch)
             with phase("update"):
-                metrics |= self.update(batch)
+                metrics |= self.update(batch, nonfinite)
             self.judge(metrics)
             self.step += 1
             with phase("publish"):
@@ -93,12 +98,33 @@ class Driver:
             values=values.result() if values else None,
         )
 
-    def update(self, batch: TrainBatch) -> Metrics:
-        """Policy and critic learn side by side; the critic alone during its warm-up."""
-        critic = self.roles.critic.update(batch) if self.roles.critic else None
-        warm = self.step >= self.config.critic.warmup_steps or critic is None
-        policy = self.roles.learner.update(batch) if warm else None
-        return {**(policy.result() if policy else {}), **(critic.result() if critic else {})}
+    def assign_advantages(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics, list[str]]:
+        """The algorithm's advantages and metrics; and what is not finite in them, or in what they come from: then there
+        are no metrics, and the advantages are NaN."""
+        nonfinite = nonfinite_tensors(batch, "old_logprobs", "ref_logprobs", "values")
+        if not nonfinite:
+            done, metrics = self.algorithm.assign_advantages(batch)
+            nonfinite = nonfinite_tensors(done, "advantages", "returns")
+            if not nonfinite:
+                return done, metrics, []
+        return batch.with_(advantages=torch.full((batch.num_completion_tokens,), torch.nan)), {}, nonfinite
+
+    def update(self, batch: TrainBatch, nonfinite: list[str]) -> Metrics:
+        """Policy and critic learn side by side; the critic alone during its warm-up. From what is ``nonfinite`` nobody
+        learns.
+
+        Raises NonFiniteError as ``checks`` says.
+        """
+        metrics: Metrics = {}
+        if not nonfinite:
+            critic = self.roles.critic.update(batch, self.step) if self.roles.critic else None
+            warm = self.step >= self.config.critic.warmup_steps or critic is None
+            policy = self.roles.learner.update(batch, self.step) if warm else None
+            metrics = {**(policy.result() if policy else {}), **(critic.result() if critic else {})}
+            nonfinite = [*take_skip_report(metrics, "policy"), *take_skip_report(metrics, "critic", "critic/")]
+            if policy and not nonfinite:
+                self.algorithm.adapt(batch)
+        return metrics | self.skipped.record(self.step + 1, nonfinite, self.tracker.note)
 
     def judge(self, metrics: Metrics) -> None:
         """Warns where sampler and learner disagree; raises SamplingError where they disagree too much to go on."""
@@ -169,6 +195,7 @@ class Driver:
             "stream": self.stream.state_dict(),
             "algorithm": self.algorithm.state_dict(),
             "tracker": self.tracker.state_dict(),
+            "skipped": self.skipped.state_dict(),
             "evaluations": {str(step): metrics for step, metrics in self.evaluations.items()},
         }
 
@@ -177,6 +204,7 @@ class Driver:
         self.stream.load_state_dict(state["stream"])
         self.algorithm.load_state_dict(state["algorithm"])
         self.tracker.load_state_dict(state["tracker"])
+        self.skipped.load_state_dict(state["skipped"])
         self.evaluations = {int(step): metrics for step, metrics in state["evaluations"].items()}
 
     def is_due(self, every: int) -> bool:

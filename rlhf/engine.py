@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhf.batch import TrainBatch
-from rlhf.config import LearnerConfig, OptimizerConfig
+from rlhf.config import LearnerConfig, OptimizerConfig, require
 from rlhf.errors import CheckpointError
 from rlhf.models import PackedInputs, PackedModel, packed_inputs
 from rlhf.parking import Parking
@@ -54,13 +54,30 @@ def init_distributed(device: torch.device, timeout_s: float) -> None:
 
 
 def deepspeed_config(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """The DeepSpeed JSON for a learner. We own the accumulation boundary: any number of backwards, then one step."""
+    """The DeepSpeed JSON for a learner. We own the accumulation boundary: any number of backwards, then one step.
+
+    Raises ConfigError where DeepSpeed cannot add up gradients as asked.
+    """
+    low_precision = dtype == torch.bfloat16
+    float32_sums = low_precision and config.float32_gradients
+    require(
+        not float32_sums or config.can_sum_in_float32,
+        f"{config.KEY}.float32_gradients=true: DeepSpeed cannot with a bfloat16 model, {config.KEY}.zero_stage="
+        f"{config.zero_stage} and offload_optimizer={str(config.offload_optimizer).lower()}; use "
+        "float32_gradients=null, zero_stage=3, or 1 or 2 without offload_optimizer",
+    )
     offload = {"offload_optimizer": {"device": "cpu", "pin_memory": True}} if config.offload_optimizer else {}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
-        "bf16": {"enabled": dtype == torch.bfloat16},
+        # immediate_grad_update: at stage 1 no second, bfloat16 copy of float32 gradients waits for the step
+        "bf16": {"enabled": low_precision, "check_grad_overflow": True, "immediate_grad_update": True},
+        # Stage 3 would round buffers to bfloat16 as they are made: rotary frequencies, so every angle would be wrong.
+        "data_types": {"keep_in_fp32_modules": ["*"]} | ({"grad_accum_dtype": "fp32"} if float32_sums else {}),
+        # Stage 1 sends the sums, once a step: in bfloat16 they would be rounded at the very end. Stages 2 and 3 send
+        # each micro-batch's gradient before it is added, in the bfloat16 that it was computed in.
+        **({"communication_data_type": "fp32"} if float32_sums and config.zero_stage == 1 else {}),
         "gradient_clipping": config.optimizer.max_grad_norm,
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
@@ -138,6 +155,9 @@ class Engine:
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=schedule, config=ds_config, dist_init_required=False
         )
+        # Without ZeRO and bfloat16, DeepSpeed neither keeps a norm nor looks at it: both are done here.
+        self._plain = config.zero_stage == 0 and not self.engine.bfloat16_enabled()
+        self.engine.enable_backward_allreduce = not self._plain
 
     @property
     def model(self) -> PackedModel:
@@ -176,8 +196,10 @@ class Engine:
     ) -> dict[str, float]:
         """One optimiser step over the micro-batches of all ranks. ``share_prompts``: as of ``forward``.
 
-        Returns the stats summed over micro-batches and ranks, with ``loss``, ``grad_norm`` (before clipping) and
-        ``learning_rate``. Every rank must come with the same number of micro-batches.
+        Returns the stats summed over micro-batches and ranks, with ``loss``, ``grad_norm`` (before clipping),
+        ``learning_rate`` and ``skipped``. That is 1 where the loss or the gradient is not finite, on any rank: weights,
+        optimiser state and schedule are then as if the micro-batches had never been. Every rank must come with the
+        same number of micro-batches.
         """
         self.engine.train()
         sums: dict[str, Tensor] = {}
@@ -188,23 +210,32 @@ class Engine:
             else:
                 loss, stats = loss_fn(output, batch.to(self.device))
                 stats = {"loss": loss.detach(), **stats}
-            self.engine.backward(loss * self.world_size)  # DeepSpeed averages over ranks; our loss is a sum
             for name, value in stats.items():
                 add_stat(sums, name, value.detach().float())
+            if batch is not None:
+                loss = loss + _poison(output, sums["loss"])
+            self.engine.backward(loss * self.world_size)  # DeepSpeed averages over ranks; our loss is a sum
         learning_rate = self.engine.get_lr()[0]
-        plain_norm = self._plain_grad_norm()
-        self.engine.step()
-        norm = self.engine.get_global_grad_norm() if plain_norm is None else plain_norm
-        assert norm is not None, "DeepSpeed keeps the norm wherever ZeRO or bfloat16 is on"
-        return {**self._sum_over_ranks(sums), "grad_norm": float(norm), "learning_rate": learning_rate}
+        taken, norm = self._take_step()
+        totals = {"loss": 0.0, **self._sum_over_ranks(sums)}
+        assert not taken or math.isfinite(totals["loss"]), "a loss that is not finite has poisoned the gradient"
+        return {**totals, "grad_norm": float(norm), "learning_rate": learning_rate, "skipped": float(not taken)}
 
-    def _plain_grad_norm(self) -> Tensor | None:
-        """The gradient norm of stage 0 in float32, where DeepSpeed clips with torch and keeps no norm; else None."""
-        if self.config.zero_stage > 0 or self.engine.bfloat16_enabled():
-            return None
-        self.engine.allreduce_gradients()  # step() does it again, and finds the ranks' means equal
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients)
+    def _take_step(self) -> tuple[bool, Any]:
+        """Clips, and steps unless the gradient's norm is not finite. (whether it stepped, the norm or inf), alike on
+        all ranks. DeepSpeed waits for the device to know, so nothing is lost by knowing it here."""
+        if not self._plain:
+            self.engine.step()
+            norm = self.engine.get_global_grad_norm()
+            assert norm is not None, "DeepSpeed keeps the norm wherever ZeRO or bfloat16 is on"
+            return self.engine.was_step_applied(), norm
+        self.engine.buffered_allreduce_fallback()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        if not norm.isfinite():
+            self.engine.zero_grad()
+            return False, norm
+        self.engine.step()
+        return True, norm
 
     def _inputs(self, batch: TrainBatch | None, share_prompts: bool) -> PackedInputs:
         batch = _dummy_batch() if batch is None else batch
@@ -243,6 +274,7 @@ class Engine:
         zero = self.engine.optimizer
         masters = getattr(zero, "fp32_partitioned_groups_flat", None)  # stage 3
         masters = masters or getattr(zero, "single_partition_of_fp32_groups", None)  # stages 1 and 2
+        masters = masters or getattr(zero, "fp32_groups_flat_partition", None)  # stage 1 with float32 gradients
         tensors = [*(masters or ())]
         for master, state in self._optimizer.state.items():
             tensors += [master, *(value for value in state.values() if isinstance(value, Tensor) and value.dim())]
@@ -334,6 +366,12 @@ def _zero_loss(output: Any) -> Tensor:
     """Zero, but through the whole graph: every rank must run the same backward collectives."""
     tensor = output[0] if isinstance(output, tuple) else output
     return tensor.sum() * 0.0
+
+
+def _poison(output: Any, loss: Tensor) -> Tensor:
+    """A part of the loss with no gradient where ``loss`` is finite. Else its gradient is NaN in everything that the
+    model gave, and DeepSpeed, which looks at the gradient's norm over all ranks, does not step. Does not wait."""
+    return _zero_loss(output) * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
 
 
 def local_rank_device() -> torch.device:

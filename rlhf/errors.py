@@ -52,5 +52,9 @@ class SamplingError(RlhfError, RuntimeError):
     """The rollout workers' log-probabilities are not the learner's: they do not sample from what is trained."""
 
 
+class NonFiniteError(RlhfError, FloatingPointError):
+    """A loss, gradient, log-probability or advantage is NaN or infinite, and nothing was learnt from it."""
+
+
 class CheckpointError(RlhfError, RuntimeError):
     """A checkpoint is missing, incomplete, or does not fit the run that asks for it."""

@@ -23,6 +23,7 @@ from rlhf.algorithms.losses import (
 from rlhf.batch import TrainBatch, merge_scores
 from rlhf.config import AlgorithmConfig
 from rlhf.engine import Engine, LossFn, add_stat, is_maximum
+from rlhf.nonfinite import skip_report
 from rlhf.packing import Unit, plan_micro_batches, prompt_units, split_minibatches, worth_sharing
 
 Part = tuple[list[int], Tensor]
@@ -74,17 +75,26 @@ class PackedLearner:
         return [i for indices in mine for i in indices], torch.cat(pieces) if pieces else torch.empty(0)
 
     def _optimise(self, steps: Sequence[TrainBatch], make_loss: Callable[[int], LossFn]) -> dict[str, float]:
-        """One optimiser step per batch; the mean of their metrics (of a ``_max`` the largest)."""
-        totals: dict[str, float] = {}
+        """One optimiser step per batch. The mean of the metrics of those that were taken (of a ``_max`` the largest; of
+        all if none was), and ``skip_report``."""
+        results: list[dict[str, float]] = []
         for batch in steps:
             assert batch.loss_weights is not None
             num_tokens = int((batch.loss_weights != 0).sum())
             share_prompts = worth_sharing(batch)
             mine = self._micro_batches(batch, share_prompts=share_prompts)
             selected = [batch.select(indices) if indices else None for indices in mine]
-            for name, value in self.engine.step(selected, make_loss(num_tokens), share_prompts=share_prompts).items():
-                add_stat(totals, name, value if is_maximum(name) else value / len(steps))
-        return totals
+            results.append(self.engine.step(selected, make_loss(num_tokens), share_prompts=share_prompts))
+        counted = [result for result in results if not result["skipped"]] or results
+        means: dict[str, float] = {}
+        for result in counted:
+            for name, value in result.items():
+                add_stat(means, name, value if is_maximum(name) else value / len(counted))
+        skipped = skip_report(results)
+        if skipped:  # these are shares of all that is compared in the update
+            means = {name: value for name, value in means.items() if not name.startswith("sampling/")}
+        del means["skipped"]
+        return means | skipped
 
 
 class BatchLearner(PackedLearner):
@@ -101,11 +111,12 @@ class BatchLearner(PackedLearner):
         dist.all_gather_object(parts, self._score(batch, pick))
         return merge_scores(batch, [part for part in parts if part is not None])
 
-    def _steps(self, batch: TrainBatch) -> list[TrainBatch]:
-        """The batches of the optimiser steps: shuffled anew for every epoch, the same way on every rank."""
+    def _steps(self, batch: TrainBatch, training_step: int) -> list[TrainBatch]:
+        """The batches of the optimiser steps: shuffled anew for every epoch, the same way on every rank, and for the
+        critic as for the policy."""
         if self.config.steps_per_update == 1:
             return [batch]
-        shuffle = torch.Generator().manual_seed(self._seed * 1_000_003 + self.engine.engine.global_steps)
+        shuffle = torch.Generator().manual_seed(self._seed * 1_000_003 + training_step)
         steps = []
         for _ in range(self.config.num_epochs):
             order = torch.randperm(batch.num_sequences, generator=shuffle).tolist()
@@ -139,15 +150,15 @@ class PolicyLearner(BatchLearner):
         """This rank's share of the log-probabilities under the current weights."""
         return self._score(batch, lambda output: output[0])
 
-    def update(self, batch: TrainBatch) -> dict[str, float]:
-        """All optimiser steps of one training step.
+    def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
+        """All optimiser steps of training step ``step``, counted from 0.
 
         With a single step the policy that scores is the one that sampled: its own forward gives the old
         log-probabilities, and none is spent on them beforehand.
         """
         batch = self._score_beforehand(batch)
-        steps = [step.with_(loss_weights=self._weights(step)) for step in self._steps(batch)]
-        compared = sum(int(step.compared.sum()) for step in steps if step.compared is not None) / len(steps)
+        steps = [part.with_(loss_weights=self._weights(part)) for part in self._steps(batch, step)]
+        compared = sum(int(part.compared.sum()) for part in steps if part.compared is not None) / len(steps)
         metrics = self._optimise(
             steps, lambda num_tokens: lambda out, micro: self._loss(out, micro, num_tokens, compared)
         )
@@ -235,11 +246,11 @@ class ValueLearner(BatchLearner):
         """This rank's share of the values under the current weights."""
         return self._score(batch, lambda output: output)
 
-    def update(self, batch: TrainBatch) -> dict[str, float]:
-        """All optimiser steps of one training step, over the same mini-batches as the policy's."""
+    def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
+        """All optimiser steps of training step ``step``, counted from 0, over the same mini-batches as the policy's."""
         steps = [
-            step.with_(loss_weights=token_weights(step.completion_lengths, loss_type="dapo", mask=with_reward(step)))
-            for step in self._steps(batch)
+            part.with_(loss_weights=token_weights(part.completion_lengths, loss_type="dapo", mask=with_reward(part)))
+            for part in self._steps(batch, step)
         ]
         metrics = self._optimise(steps, lambda num_tokens: lambda out, micro: self._loss(out, micro))
         return {CRITIC_NAMES.get(name, f"critic/{name}"): value for name, value in metrics.items()}

@@ -34,6 +34,7 @@ class RoleMemory:
     kv_cache: float = 0.0
     other: float = CONTEXT_BYTES
     offloads: bool = False  # its optimiser state waits in host memory between updates
+    float32_gradients: bool = False  # they add up in float32
 
     @property
     def allocated(self) -> float:
@@ -116,21 +117,26 @@ def learner_memory(
     element_bytes: int = 2,
     bucket_bytes: int = 0,
     offloads: bool = False,
+    float32_gradients: bool = False,
 ) -> RoleMemory:
     """One rank of a model that learns. ``tokens``: of its fullest micro-batch; None: the whole budget.
 
     ``bucket_bytes``: of the buckets in which it publishes its weights; 0: it does not.
     Per parameter: weights and gradients of ``element_bytes``, float32 master and two moments (12 bytes); stages 1, 2
     and 3 spread optimiser state, gradients and weights over the ranks. ZeRO-3 adds the gathered weights in use, every
-    stage but 0 a reduce bucket.
+    stage but 0 a reduce bucket. ``float32_gradients``: they take 4 bytes; at stage 1 they are one tensor,
+    which needs no bucket.
     """
     count, ranks, stage = shape.parameters(lm_head=lm_head), config.num_ranks, config.zero_stage
     tokens = tokens or config.micro_batch_tokens
     gathered = min(count, LIVE_ELEMENTS) * element_bytes if stage == 3 else 0.0
-    bucket = REDUCE_BUCKET_ELEMENTS * element_bytes if stage > 0 else 0.0
+    widened = float32_gradients and element_bytes < 4
+    gradient_bytes = 4 if widened else element_bytes
+    bucket = 0.0 if stage == 0 or (stage == 1 and widened) else REDUCE_BUCKET_ELEMENTS * element_bytes
     shard = count / ranks if stage > 0 else count
     # the step turns its shard of the gradients into one float32 tensor, through a flat copy
-    stepping = 0.0 if config.offload_optimizer else (4 + element_bytes) * min(shard, LIVE_ELEMENTS)
+    copies = (0 if stage < 3 else 4) if widened else 4 + element_bytes
+    stepping = 0.0 if config.offload_optimizer else copies * min(shard, LIVE_ELEMENTS)
     chunk = config.logits_chunk_tokens
     passing = training_bytes(
         shape,
@@ -143,12 +149,13 @@ def learner_memory(
     )
     return RoleMemory(
         weights=count * element_bytes / (ranks if stage == 3 else 1) + gathered,
-        gradients=count * element_bytes / (ranks if stage >= 2 else 1) + bucket,
+        gradients=count * gradient_bytes / (ranks if stage >= 2 else 1) + bucket,
         optimizer=0.0 if config.offload_optimizer else 12.0 * shard,
         training=max(passing, stepping),
         scoring=forward_bytes(shape, tokens=tokens, chunk=chunk, lm_head=lm_head, element_bytes=element_bytes),
         other=CONTEXT_BYTES + publish_bytes(config, shape, bucket_bytes=bucket_bytes, element_bytes=element_bytes),
         offloads=offloads,
+        float32_gradients=gradient_bytes == 4,
     )
 
 

@@ -29,6 +29,19 @@ AnyConfig = Config | RewardTrainingConfig
 
 
 @dataclass(frozen=True)
+class Choice:
+    """What a learner's settings leave open, decided."""
+
+    checkpointing: bool
+    offloads: bool
+    float32_gradients: bool
+
+    def as_fast_as(self, other: "Choice") -> bool:
+        """Whether it recomputes and moves nothing that ``other`` does not."""
+        return self.checkpointing <= other.checkpointing and self.offloads <= other.offloads
+
+
+@dataclass(frozen=True)
 class Checkpointing:
     """Whether a learner recomputes its activations, and the two numbers that say why."""
 
@@ -115,6 +128,7 @@ class MemoryPlan:
             getattr(self.config, role),
             gradient_checkpointing=self.checkpointing[role].on,
             offload_when_idle=self.roles[role].offloads,
+            float32_gradients=self.roles[role].float32_gradients,
         )
 
     def describe(self, role: str) -> str:
@@ -123,7 +137,8 @@ class MemoryPlan:
         return (
             f"{role}: {memory.peak / GIB:.1f} GiB of {self.device_bytes / GIB:.1f} predicted; gradient checkpointing "
             f"{'on' if choice.on else 'off'}: without it a pass needs {choice.needed / GIB:.1f} GiB, and "
-            f"{max(0.0, choice.left) / GIB:.1f} are left"
+            f"{max(0.0, choice.left) / GIB:.1f} are left; gradients add up in "
+            + ("float32" if memory.float32_gradients else "bfloat16")
             + ("; its optimiser state waits in host memory while vLLM generates" if memory.offloads else "")
         )
 
@@ -132,45 +147,68 @@ def plan_memory(config: AnyConfig, device_bytes: float) -> MemoryPlan | None:
     """Predicts a run on GPUs of ``device_bytes``; None where the policy's ``config.json`` is not at hand.
 
     Other models whose ``config.json`` is not at hand count as large as the policy. What the configuration leaves open
-    is decided here: no checkpointing where the training phase then still fits, and optimiser state in host memory
-    where vLLM would otherwise find no room to wake up.
+    is decided here: no checkpointing where the training phase then still fits, optimiser state in host memory where
+    vLLM would otherwise find no room to wake up, and float32 gradients where they cost neither of the two.
     """
     if read_shape(config.model.path) is None:
         return None
-    learners: dict[str, LearnerConfig] = {"learner": config.learner}
-    if isinstance(config, Config) and config.uses_critic:
-        learners["critic"] = config.critic
-
-    def phases(checkpoints: Mapping[str, bool], offloads: Mapping[str, bool]) -> dict[str, dict[str, float]]:
-        return _phases(config, _roles(config, device_bytes, checkpoints, offloads))
-
-    checkpoints = {role: settings.gradient_checkpointing is not False for role, settings in learners.items()}
-    offloads = {role: bool(settings.offload_when_idle) for role, settings in learners.items()}
-    if phases(checkpoints, offloads).get("shared", {}).get("generate", 0.0) > AUTO_SHARE * device_bytes:
-        offloads = {role: settings.offload_when_idle is not False for role, settings in learners.items()}
+    learners, limit = _learners(config), AUTO_SHARE * device_bytes
+    float32 = {role: bool(settings.float32_gradients) for role, settings in learners.items()}
+    choices = _choose(config, device_bytes, float32)
     for role, settings in learners.items():
-        trial = checkpoints | {role: False}
-        gpus = phases(trial, offloads)
-        if settings.gradient_checkpointing is None and _training(gpus, role) <= AUTO_SHARE * device_bytes:
-            checkpoints = trial
-    roles = _roles(config, device_bytes, checkpoints, offloads)
+        wider = float32 | {role: settings.can_sum_in_float32}
+        trial = _choose(config, device_bytes, wider)
+        phases = _gpu(_phases(config, _roles(config, device_bytes, trial)), role)
+        free = all(trial[name].as_fast_as(choices[name]) for name in learners)
+        if settings.float32_gradients is None and free and max(phases.values()) <= limit:
+            float32, choices = wider, trial
+    roles = _roles(config, device_bytes, choices)
     gpus = _phases(config, roles)
-    choices = {}
+    checkpointing = {}
     for role in learners:
-        without = _roles(config, device_bytes, checkpoints | {role: False}, offloads)[role]
+        without = _roles(config, device_bytes, choices | {role: replace(choices[role], checkpointing=False)})[role]
         others = _training(gpus, role) - (1 + ALLOCATOR_SLACK) * roles[role].training
         needed = (1 + ALLOCATOR_SLACK) * without.training
-        choices[role] = Checkpointing(checkpoints[role], needed, AUTO_SHARE * device_bytes - others)
-    return MemoryPlan(config, device_bytes, roles, gpus, choices)
+        checkpointing[role] = Checkpointing(choices[role].checkpointing, needed, limit - others)
+    return MemoryPlan(config, device_bytes, roles, gpus, checkpointing)
+
+
+def _learners(config: AnyConfig) -> dict[str, LearnerConfig]:
+    critic = {"critic": config.critic} if isinstance(config, Config) and config.uses_critic else {}
+    return {"learner": config.learner, **critic}
+
+
+def _choose(config: AnyConfig, device_bytes: float, float32: Mapping[str, bool]) -> dict[str, Choice]:
+    """Checkpointing and offload of each learner, given whether its gradients are ``float32``."""
+    learners, limit = _learners(config), AUTO_SHARE * device_bytes
+
+    def phases(choices: Mapping[str, Choice]) -> dict[str, dict[str, float]]:
+        return _phases(config, _roles(config, device_bytes, choices))
+
+    choices = {
+        role: Choice(settings.gradient_checkpointing is not False, bool(settings.offload_when_idle), float32[role])
+        for role, settings in learners.items()
+    }
+    if phases(choices).get("shared", {}).get("generate", 0.0) > limit:
+        for role, settings in learners.items():
+            choices[role] = replace(choices[role], offloads=settings.offload_when_idle is not False)
+    for role, settings in learners.items():
+        trial = choices | {role: replace(choices[role], checkpointing=False)}
+        if settings.gradient_checkpointing is None and _training(phases(trial), role) <= limit:
+            choices = trial
+    return choices
+
+
+def _gpu(gpus: Mapping[str, Mapping[str, float]], role: str) -> Mapping[str, float]:
+    """Bytes in each phase on the GPU that ``role`` sits on."""
+    return gpus["shared" if "shared" in gpus else role]
 
 
 def _training(gpus: Mapping[str, Mapping[str, float]], role: str) -> float:
-    return gpus["shared" if "shared" in gpus else role]["train"]
+    return _gpu(gpus, role)["train"]
 
 
-def _roles(
-    config: AnyConfig, device_bytes: float, checkpoints: Mapping[str, bool], offloads: Mapping[str, bool]
-) -> dict[str, RoleMemory]:
+def _roles(config: AnyConfig, device_bytes: float, choices: Mapping[str, Choice]) -> dict[str, RoleMemory]:
     """Every role that holds a model, learner first; of rollout workers every kind, under its key."""
     policy = read_shape(config.model.path)
     assert policy is not None
@@ -181,7 +219,8 @@ def _roles(
             "learner": learner_memory(
                 config.learner,
                 policy,
-                checkpointing=checkpoints["learner"],
+                checkpointing=choices["learner"].checkpointing,
+                float32_gradients=choices["learner"].float32_gradients,
                 tokens=tokens,
                 lm_head=False,
                 element_bytes=element_bytes,
@@ -192,22 +231,24 @@ def _roles(
         "learner": learner_memory(
             config.learner,
             policy,
-            checkpointing=checkpoints["learner"],
+            checkpointing=choices["learner"].checkpointing,
+            float32_gradients=choices["learner"].float32_gradients,
             tokens=min(config.learner.micro_batch_tokens, batch_tokens),
             element_bytes=element_bytes,
             bucket_bytes=config.rollout.weight_bucket_mib << 20,
-            offloads=offloads["learner"],
+            offloads=choices["learner"].offloads,
         )
     }
     if config.uses_critic:
         roles["critic"] = learner_memory(
             config.critic,
             read_shape(config.critic.path or config.model.path) or policy,
-            checkpointing=checkpoints["critic"],
+            checkpointing=choices["critic"].checkpointing,
+            float32_gradients=choices["critic"].float32_gradients,
             tokens=min(config.critic.micro_batch_tokens, batch_tokens),
             lm_head=False,
             element_bytes=element_bytes,
-            offloads=offloads["critic"],
+            offloads=choices["critic"].offloads,
         )
     if config.uses_reference:
         roles["reference"] = frozen_memory(

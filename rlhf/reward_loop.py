@@ -7,6 +7,7 @@ from typing import Any
 
 from rlhf.checkpoint import CheckpointStore, read_state
 from rlhf.config import RewardTrainingConfig
+from rlhf.nonfinite import SkippedSteps, take_skip_report
 from rlhf.preferences import Pair, epoch_batches, pair_batch
 from rlhf.reward_training import evaluate_pairs
 from rlhf.roles import Metrics, Trained
@@ -31,9 +32,16 @@ class RewardTraining:
     step: int = 0
     stop_requested: bool = False
     evaluations: dict[int, Metrics] = field(default_factory=dict)
+    skipped: SkippedSteps = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.skipped = SkippedSteps(self.config.checks)
 
     def run(self) -> None:
-        """Trains to the last step, or to the end of the step in which ``stop_requested`` is set."""
+        """Trains to the last step, or to the end of the step in which ``stop_requested`` is set.
+
+        Raises NonFiniteError as ``checks`` says.
+        """
         self.resume()
         if not self.evaluations:
             self.evaluate()
@@ -42,7 +50,9 @@ class RewardTraining:
             if self.stop_requested:
                 break
             with self.tracker.phase("update"):
-                metrics = self.learner.update(pair_batch(pairs)).result()
+                metrics = self.learner.update(pair_batch(pairs), self.step).result()
+            nonfinite = take_skip_report(metrics, "reward model")
+            metrics |= self.skipped.record(self.step + 1, nonfinite, self.tracker.note)
             self.step += 1
             self.tracker.log_step(self.step, metrics, num_tokens=sum(pair.num_tokens for pair in pairs))
             if self.is_due(self.config.eval_every_steps) or self.step == num_steps:
@@ -78,6 +88,7 @@ class RewardTraining:
         state: dict[str, Any] = {
             "step": self.step,
             "tracker": self.tracker.state_dict(),
+            "skipped": self.skipped.state_dict(),
             "evaluations": {str(step): metrics for step, metrics in self.evaluations.items()},
         }
         with self.tracker.phase("checkpoint"), self.checkpoints.writing(self.step, state) as directory:
@@ -90,6 +101,7 @@ class RewardTraining:
         state = read_state(directory)
         self.step = state["step"]
         self.tracker.load_state_dict(state["tracker"])
+        self.skipped.load_state_dict(state["skipped"])
         self.evaluations = {int(step): metrics for step, metrics in state["evaluations"].items()}
         self.learner.load(str(directory / "learner"))
 

@@ -51,8 +51,8 @@ class RewardLearner(PackedLearner):
         """This rank's share of the scores under the current weights."""
         return self._score(batch, lambda output: output)
 
-    def update(self, batch: TrainBatch) -> dict[str, float]:
-        """One optimiser step over the pairs of ``batch``."""
+    def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
+        """One optimiser step over the pairs of ``batch``; ``step`` makes no difference here."""
         return self._optimise([batch], lambda _: self._loss)
 
     def _units(self, batch: TrainBatch, share_prompts: bool) -> list[Unit]:

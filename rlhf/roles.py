@@ -42,8 +42,11 @@ class Trained(Protocol):
         """float32 [N]: log-probabilities (learner) or values (critic) of the completion tokens."""
         ...
 
-    def update(self, batch: TrainBatch) -> Pending[Metrics]:
-        """All epochs and mini-batches of one training step."""
+    def update(self, batch: TrainBatch, step: int) -> Pending[Metrics]:
+        """All epochs and mini-batches of training step ``step``, counted from 0: it seeds their shuffle.
+
+        Optimiser steps whose loss or gradient is not finite are not taken; ``rlhf.nonfinite.skip_report`` tells.
+        """
         ...
 
     def save(self, directory: str) -> None:

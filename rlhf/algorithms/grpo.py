@@ -32,6 +32,9 @@ class GroupBaseline:
         metrics["advantages/abs_mean"] = advantages[given].abs().mean().item()
         return batch.with_(advantages=advantages.repeat_interleave(batch.completion_lengths)), metrics
 
+    def adapt(self, batch: TrainBatch) -> None:
+        pass  # beta is fixed
+
     def state_dict(self) -> dict[str, float]:
         return {}
 

@@ -43,8 +43,6 @@ class Ppo:
             advantages = whiten(advantages, counted) if counted.sum() >= 2 else torch.zeros_like(advantages)
         kl_per_sequence, surprisal = (sum_sequences(x, lengths)[given] for x in (kl, -batch.old_logprobs))
         scores = scores[given]
-        if given.any():
-            self._controller.update(kl_per_sequence.mean().item(), len(scores))
         metrics = {  # TRL's names; its entropy, too, is the mean of a completion's -log p
             "objective/kl": kl_per_sequence.mean().item(),
             "objective/entropy": surprisal.mean().item(),
@@ -54,6 +52,11 @@ class Ppo:
             "objective/kl_coef": beta,
         }
         return batch.with_(advantages=unpad(advantages, lengths), returns=unpad(returns, lengths)), metrics
+
+    def adapt(self, batch: TrainBatch) -> None:
+        kl_per_sequence = sum_sequences(self._kl(batch), batch.completion_lengths)[~batch.abstained]
+        if len(kl_per_sequence):
+            self._controller.update(kl_per_sequence.mean().item(), len(kl_per_sequence))
 
     def _kl(self, batch: TrainBatch) -> Tensor:
         """float32 [N]; zero without a reference."""

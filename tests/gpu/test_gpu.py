@@ -120,7 +120,7 @@ def test_weights_cross_and_training_stays_where_it_is(live) -> None:
 
         before = used_mib()
         roles.learner.update(
-            make_algorithm(config.algorithm).assign_advantages(batch.with_(rewards=rewards))[0]
+            make_algorithm(config.algorithm).assign_advantages(batch.with_(rewards=rewards))[0], version
         ).result()
         if separate:
             rollout_gpus = gpus_of(cluster, "rollout")

@@ -65,7 +65,7 @@ def updated(
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     group, learner = start_learner(config)
     for step in range(steps):
-        metrics = learner.update(arrange(ragged_batch(step))).result()
+        metrics = learner.update(arrange(ragged_batch(step)), step).result()
     weights = weights_of(learner, directory)
     group.kill()
     return weights, metrics
@@ -137,7 +137,7 @@ def test_minibatches_use_the_log_probabilities_from_before_the_update(ray_sessio
     config = tiny_config("learner.num_ranks=1", "algorithm.num_minibatches=4", "algorithm.prompts_per_step=8", *EXACT)
     group, learner = start_learner(config)
     batch = ragged_batch(num_sequences=8)
-    metrics = learner.update(batch).result()
+    metrics = learner.update(batch, 0).result()
     assert metrics["approx_kl"] > 0, "later mini-batches are off-policy and must be measured against the old policy"
     group.kill()
 
@@ -145,15 +145,15 @@ def test_minibatches_use_the_log_probabilities_from_before_the_update(ray_sessio
 def test_save_and_load_go_on_bit_for_bit(ray_session, tiny_config, tmp_path: Path) -> None:
     config = tiny_config("learner.num_ranks=2", "learner.optimizer.schedule=linear", "learner.optimizer.warmup_steps=3")
     group, learner = start_learner(config)
-    learner.update(ragged_batch(0)).result()
+    learner.update(ragged_batch(0), 0).result()
     learner.save(str(tmp_path / "checkpoint"))
-    straight = learner.update(ragged_batch(1)).result()
+    straight = learner.update(ragged_batch(1), 1).result()
     expected = weights_of(learner, tmp_path / "straight")
     group.kill()
 
     group, learner = start_learner(config)
     learner.load(str(tmp_path / "checkpoint"))
-    resumed = learner.update(ragged_batch(1)).result()
+    resumed = learner.update(ragged_batch(1), 1).result()
     actual = weights_of(learner, tmp_path / "resumed")
     group.kill()
     assert resumed == straight
@@ -200,15 +200,16 @@ class OnPretendedGpu(LearnerActor):
 
         actors.learner.device_bytes = lambda device: num_bytes + self._rank  # the smallest decides
 
-    def decided(self) -> tuple[bool | None, bool | None]:
-        return self._decided.gradient_checkpointing, self._decided.offload_when_idle
+    def decided(self) -> tuple[bool | None, bool | None, bool | None]:
+        settings = self._decided
+        return settings.gradient_checkpointing, settings.offload_when_idle, settings.float32_gradients
 
 
 def test_memory_decides_alike_on_all_ranks(ray_session, tiny_config) -> None:
     group, lines = start_on_pretended_gpu(tiny_config("learner.num_ranks=2"), 16 << 30)
     decided = group.call("decided", deadline=DEADLINE, doing="telling").result()
     group.kill()
-    assert decided == [(False, False)] * 2
+    assert decided == [(False, False, True)] * 2
     assert all(line is not None and "gradient checkpointing off" in line for line in lines)
 
 

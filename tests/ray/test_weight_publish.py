@@ -58,7 +58,7 @@ def train_once(config, roles, rollouts, batch) -> None:
     (scores,) = roles.reward.score([rollouts]).result()
     (ref_logprobs,) = roles.reference.score([batch]).result()
     batch = batch.with_(rewards=combine(scores, roles.reward.weights()), ref_logprobs=ref_logprobs)
-    roles.learner.update(make_algorithm(config.algorithm).assign_advantages(batch)[0]).result()
+    roles.learner.update(make_algorithm(config.algorithm).assign_advantages(batch)[0], 0).result()
 
 
 def test_logprobs_equal_the_learners_after_every_publish(live, prompts) -> None:

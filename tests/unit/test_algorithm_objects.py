@@ -121,6 +121,8 @@ def test_ppo_leaves_completions_without_reward_out() -> None:
     assert metrics["objective/kl"] == pytest.approx((2 + 6 + 2) / 3)
     assert metrics["objective/entropy"] == pytest.approx((1 + 3 + 1) / 3)
     assert metrics["objective/rlhf_reward"] == pytest.approx(2 - 0.25 * 10 / 3)
+    assert algorithm.state_dict()["beta"] == 0.25, "it moves once the policy has learnt"
+    algorithm.adapt(missing)
     # 10 / 3 is far above the target: the error is clipped to 0.2, for three samples of a horizon of ten
     assert algorithm.state_dict()["beta"] == pytest.approx(0.25 * (1 + 0.2 * 3 / 10))
 
@@ -138,6 +140,7 @@ def test_ppo_without_any_reward_learns_nothing(whiten: bool) -> None:
     assert done.advantages is not None and done.returns is not None
     assert done.advantages.tolist() == done.returns.tolist() == [0.0] * 7
     assert math.isnan(metrics["objective/scores"])
+    algorithm.adapt(missing)
     assert algorithm.state_dict()["beta"] == 0.25, "no measurement, no change"
 
 

@@ -1,6 +1,7 @@
 """Which tokens have a part in the losses: none of a completion without reward, whatever else is masked."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def steps_of(learner: BatchLearner, of: TrainBatch, monkeypatch: pytest.MonkeyPa
     """The optimiser steps of an update, with their weights."""
     taken: list[TrainBatch] = []
     monkeypatch.setattr(learner, "_optimise", lambda steps, make_loss: taken.extend(steps) or {})
-    learner.update(of)  # type: ignore[attr-defined]
+    learner.update(of, 0)  # type: ignore[attr-defined]
     return taken
 
 
@@ -124,3 +125,44 @@ def test_without_any_reward_nothing_is_divided_by_zero(monkeypatch) -> None:
     loss, stats = loss_of([NAN] * 4, monkeypatch)
     assert loss.item() == 0.0
     assert all(not value.any() for value in stats.values()), stats
+
+
+def test_policy_and_critic_see_the_same_mini_batches_in_every_step() -> None:
+    whole = batch(None).with_(tokens=torch.arange(11))
+    settings = {"num_minibatches": 2, "num_epochs": 3}
+    learners = [
+        kind(NO_ENGINE, config(**settings), seed=5, max_completion_tokens=4) for kind in (PolicyLearner, ValueLearner)
+    ]
+    orders = []
+    for step in range(4):
+        policy, critic = ([part.tokens.tolist() for part in learner._steps(whole, step)] for learner in learners)
+        assert policy == critic and len(policy) == 6
+        orders.append(policy)
+    assert len({str(order) for order in orders}) == 4, "each training step shuffles anew"
+
+
+def test_a_step_that_was_not_taken_has_no_part_in_the_metrics() -> None:
+    results = [
+        {"loss": 1.0, "gap_max": 3.0, "sampling/logprob_difference_mean": 0.5, "grad_norm": 2.0, "skipped": 0.0},
+        {"loss": NAN, "gap_max": NAN, "sampling/logprob_difference_mean": NAN, "grad_norm": math.inf, "skipped": 1.0},
+        {"loss": 3.0, "gap_max": 1.0, "sampling/logprob_difference_mean": 0.1, "grad_norm": 4.0, "skipped": 0.0},
+    ]
+
+    def metrics_of(*chosen: int) -> dict[str, float]:
+        left = [dict(results[i]) for i in chosen]
+        engine: Any = SimpleNamespace(step=lambda *_, **__: left.pop(0))
+        learner = PolicyLearner(engine, config(), seed=0, max_completion_tokens=4)
+        learner._micro_batches = lambda *_, **__: []  # type: ignore[method-assign]
+        part = batch(None).with_(loss_weights=torch.ones(7))
+        return learner._optimise([part] * len(left), lambda _: NO_ENGINE)
+
+    assert metrics_of(0, 2) == {
+        "loss": 2.0,
+        "gap_max": 3.0,
+        "sampling/logprob_difference_mean": pytest.approx(0.3),
+        "grad_norm": 3.0,
+    }
+    report = {"skipped/count": 1, "skipped/first": 2, "skipped/loss": pytest.approx(NAN, nan_ok=True)}
+    report["skipped/grad_norm"] = math.inf
+    assert metrics_of(0, 1, 2) == {"loss": 2.0, "gap_max": 3.0, "grad_norm": 3.0, **report}
+    assert math.isnan(metrics_of(1)["loss"])

@@ -110,6 +110,48 @@ def test_states_by_hand() -> None:
     assert of(1, 4, offload_optimizer=True)[2] == 0
 
 
+def test_float32_gradients_by_hand() -> None:
+    """Rows: whole at stage 1, where they are one tensor and need no bucket; else a shard and a bfloat16 bucket."""
+    big = dataclasses.replace(TOY, vocab_size=10**8)  # so that the step's copies are what counts
+    count = big.parameters(lm_head=True)
+    assert count / 2 < 1e9
+
+    def of(stage: int, *, tokens: int = 1, float32: bool = True, element_bytes: int = 2) -> tuple[float, float, bool]:
+        config = LearnerConfig(num_ranks=2, zero_stage=stage, micro_batch_tokens=tokens, logits_chunk_tokens=1)
+        memory = learner_memory(
+            config, big, checkpointing=True, float32_gradients=float32, element_bytes=element_bytes, lm_head=True
+        )
+        return memory.gradients, memory.training, memory.float32_gradients
+
+    head = training_bytes(
+        big, tokens=1, chunk=1, lm_head=True, checkpointing=True, compiled=False, element_bytes=2
+    )  # of the pass itself, and more than the step's copies below
+    assert of(1) == (4 * count, head, True)
+    assert of(2) == (2 * count + 1e9, head, True)
+    assert of(3) == (2 * count + 1e9, head, True)
+    assert of(2, float32=False) == (count + 1e9, head, False)
+    assert of(2, element_bytes=4) == of(2, float32=False, element_bytes=4) != of(2)
+    assert of(2, float32=False, element_bytes=4)[2], "a float32 model's gradients are float32"
+
+
+def test_what_a_step_copies_by_hand() -> None:
+    """A deep model without a vocabulary: its passes are small, and the step makes float32 gradients from bfloat16."""
+    deep = dataclasses.replace(TOY, num_layers=10**6)
+    count = deep.parameters(lm_head=False)
+
+    def of(stage: int, float32: bool) -> float:
+        config = LearnerConfig(num_ranks=2, zero_stage=stage, micro_batch_tokens=1)
+        return learner_memory(config, deep, checkpointing=True, lm_head=False, float32_gradients=float32).training
+
+    passing = training_bytes(
+        deep, tokens=1, chunk=1024, lm_head=False, checkpointing=True, compiled=False, element_bytes=2
+    )
+    assert passing < 4 * count / 2
+    assert of(1, False) == of(2, False) == of(3, False) == 6 * count / 2  # a flat bfloat16 copy, and one in float32
+    assert of(3, True) == 4 * count / 2  # a flat copy
+    assert of(1, True) == of(2, True) == passing  # in place
+
+
 def test_kv_cache_by_hand() -> None:
     # 24 layers x 2 x (2 heads x 64) x 2 bytes
     assert kv_token_bytes(shape_of(QWEN_05B), 1) == 24 * 2 * 128 * 2
@@ -256,6 +298,36 @@ def test_recipe_of_two_nodes_fits_and_checkpoints(tmp_path: Path) -> None:
     choice = plan.checkpointing["learner"]
     assert choice.on
     assert choice.needed > choice.left
+
+
+def test_float32_gradients_where_nothing_else_gives_way_for_them(tmp_path: Path) -> None:
+    """On ever smaller GPUs they go first, then checkpointing comes and makes room for them, then they go again."""
+    config = with_shape(tmp_path, QWEN_15B, "grpo_7b_2x8a100.yaml", "learner.num_ranks=1", "learner.zero_stage=2")
+    choices = []
+    for device_gib in range(100, 30, -1):
+        plan = plan_memory(config, device_gib * GIB)
+        assert plan is not None
+        choices.append((plan.settings("learner").float32_gradients, plan.checkpointing["learner"].on))
+    distinct = list(dict.fromkeys(choices))
+    assert distinct == [(True, False), (False, False), (True, True), (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "word"),
+    [
+        ((), "float32"),
+        (("learner.float32_gradients=false",), "bfloat16"),
+        (("learner.zero_stage=0",), "bfloat16"),
+        (("learner.zero_stage=2", "learner.offload_optimizer=true"), "bfloat16"),
+        (("learner.zero_stage=3", "learner.compile=false", "learner.offload_optimizer=true"), "float32"),
+        (("learner.zero_stage=0", "model.dtype=float32"), "float32"),
+    ],
+)
+def test_where_gradients_add_up_in_float32(tmp_path: Path, overrides: tuple[str, ...], word: str) -> None:
+    plan = plan_memory(with_shape(tmp_path, QWEN_05B, "grpo_0.5b_1gpu.yaml", *overrides), 139 * GIB)
+    assert plan is not None
+    assert plan.settings("learner").float32_gradients is (word == "float32")
+    assert f"gradients add up in {word}" in plan.describe("learner")
 
 
 def test_checkpointing_is_as_asked(tmp_path: Path) -> None:
