@@ -156,7 +156,7 @@ class LearnerActor(EngineActor):
         waiting = (
             config.critic.warmup_steps if config.uses_critic else 0
         )  # training steps in which only the critic learns
-        return max(0, config.num_steps - waiting) * config.algorithm.steps_per_update
+        return (config.num_steps - waiting) * config.algorithm.steps_per_update
 
     def _load(self, dtype: torch.dtype) -> PackedModel:
         return load_policy(

@@ -32,6 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no-checkpointing": {"gradient_checkpointing": False},
     "zero1": {"zero_stage": 1, "gradient_checkpointing": False},
     "compile": {"zero_stage": 1, "gradient_checkpointing": False, "compile": True},
+    "compile-float32": {"zero_stage": 1, "gradient_checkpointing": False, "compile": True, "float32_gradients": True},
     "compile-32k": {"zero_stage": 1, "gradient_checkpointing": False, "compile": True, "micro_batch_tokens": 32768},
     "compile-chunk4k": {"zero_stage": 1, "gradient_checkpointing": False, "compile": True, "logits_chunk_tokens": 4096},
 }

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from actors.group import ActorGroup, Deadline
-from actors.learner import LearnerActor
+from actors.learner import CriticActor, LearnerActor
 from actors.roles import LearnerGroup
 from rlhf.batch import TrainBatch
 from rlhf.config import Config
@@ -216,3 +216,12 @@ def test_memory_decides_alike_on_all_ranks(ray_session, tiny_config) -> None:
 def test_what_does_not_fit_is_refused_before_it_loads(ray_session, tiny_config) -> None:
     with pytest.raises(ConfigError, match=r"^learner: .* GiB predicted to train, the GPU has 1\.0; raise learner"):
         start_on_pretended_gpu(tiny_config("learner.num_ranks=2"), 1 << 30)
+
+
+def test_the_schedule_counts_the_steps_that_a_model_takes(tiny_config) -> None:
+    """Ten training steps, four of them warm-up, of two mini-batches."""
+    minibatches = ("num_steps=10", "algorithm.num_minibatches=2", "algorithm.num_epochs=1")
+    config = tiny_config(*minibatches, "critic.warmup_steps=4", recipe="ppo_tiny")
+    assert LearnerActor(config, 0, 1)._total_steps() == 12
+    assert CriticActor(config, 0, 1)._total_steps() == 20
+    assert LearnerActor(tiny_config(*minibatches, "critic.warmup_steps=4"), 0, 1)._total_steps() == 20, "no critic"
