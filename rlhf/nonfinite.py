@@ -13,7 +13,7 @@ from rlhf.errors import NonFiniteError
 from rlhf.roles import Metrics
 
 HELP = (
-    "a lower optimizer.learning_rate or model.dtype=float32 often helps; if it is one odd batch, "
+    "a lower optimizer.learning_rate, or more optimizer.warmup_steps, often helps; if it is one odd batch, "
     "checks.on_nonfinite=skip leaves it out"
 )
 

@@ -15,6 +15,7 @@ from rlhf.batch import Prompt, Rollout, pack
 from rlhf.checkpoint import CheckpointStore
 from rlhf.driver import Driver
 from rlhf.errors import RewardError
+from rlhf.gate import SamplingGate
 from rlhf.recipes import load_config
 from rlhf.stream import Batch
 from rlhf.tracking import Tracker
@@ -60,6 +61,7 @@ def driver(tmp_path: Path, *overrides: str, eval_prompts: list[Prompt]) -> Drive
         algorithm=make_algorithm(config.algorithm),
         stream=NOTHING,
         eval_prompts=eval_prompts,
+        gate=SamplingGate(math.inf, math.inf),
         tracker=Tracker(tracking, tmp_path, num_steps=config.num_steps, tokenizer=NOTHING),
         roofline=NOTHING,
         checkpoints=CheckpointStore(tmp_path, keep=1),

@@ -102,7 +102,7 @@ def loss_of(rewards: list[float], monkeypatch: pytest.MonkeyPatch) -> tuple[torc
     assert step.loss_weights is not None
     logprobs = torch.full((7,), -0.7, requires_grad=True)
     entropy = torch.full((7,), 2.0, requires_grad=True)
-    loss, stats = learner._loss((logprobs, entropy), step, int((step.loss_weights != 0).sum()))
+    loss, stats = learner._loss((logprobs, entropy), step, int((step.loss_weights != 0).sum()), 0)
     by_logprobs, by_entropy = torch.autograd.grad(loss, (logprobs, entropy))
     return loss, {**stats, "by_logprobs": by_logprobs, "by_entropy": by_entropy}
 
@@ -115,7 +115,7 @@ def test_loss_stats_and_gradient_are_those_of_the_completions_with_a_reward(monk
     # as if the third had never been sampled
     learner = policy(**EVERYTHING)
     (step,) = steps_of(learner, batch([1.0, 0.0, 0.0, 1.0]).select([0, 1, 3]), monkeypatch)
-    without, stats_without = learner._loss((torch.full((4,), -0.7), torch.full((4,), 2.0)), step, 4)
+    without, stats_without = learner._loss((torch.full((4,), -0.7), torch.full((4,), 2.0)), step, 4, 0)
     assert loss.item() == pytest.approx(without.item())
     for name, value in stats_without.items():
         assert stats[name].item() == pytest.approx(value.item()), name

@@ -320,7 +320,6 @@ def test_float32_gradients_where_nothing_else_gives_way_for_them(tmp_path: Path)
         (("learner.zero_stage=0",), "bfloat16"),
         (("learner.zero_stage=2", "learner.offload_optimizer=true"), "bfloat16"),
         (("learner.zero_stage=3", "learner.compile=false", "learner.offload_optimizer=true"), "float32"),
-        (("learner.zero_stage=0", "model.dtype=float32"), "float32"),
     ],
 )
 def test_where_gradients_add_up_in_float32(tmp_path: Path, overrides: tuple[str, ...], word: str) -> None:
