@@ -19,6 +19,7 @@ from rlhf.data import PromptSet, PromptStream, load_prompts
 from rlhf.driver import Driver
 from rlhf.engine import resolve_dtype
 from rlhf.errors import DataError
+from rlhf.families import load_model_config
 from rlhf.gate import SamplingGate
 from rlhf.recipes import validate_model
 from rlhf.resume import describe_run
@@ -39,6 +40,7 @@ def train(config: Config) -> dict[str, Any]:
     validate_model(config)
     tokenizer = load_tokenizer(config.model)
     validate_model(config)  # again: the tokenizer of a hub model brings its config.json along
+    check_families(config)
     checkpoints = CheckpointStore(config.run_dir, keep=config.checkpoint.keep)
     config, state = find_start(config, checkpoints)
     prompts = load_prompts(config.data.train, config.data, tokenizer, split="train", seed=config.seed)
@@ -113,6 +115,20 @@ def make_roofline(config: Config, devices: dict[str, str]) -> Roofline:
 
     critic = shape(config.critic.path or config.model.path) if config.uses_critic else None
     return Roofline.of(config, shape(config.model.path), critic, devices)
+
+
+def check_families(config: Config) -> None:
+    """Raises ConfigError where one of the run's models is of a family that is not supported."""
+    paths = {
+        "model.path": config.model.path,
+        "reference.path": config.reference.path,
+        "critic.path": config.critic.path,
+    }
+    if config.reward.model:
+        paths["reward.model.path"] = config.reward.model.path
+    for key, path in paths.items():
+        if path is not None:
+            load_model_config(path, key=key, max_tokens=None, trust_remote_code=config.model.trust_remote_code)
 
 
 def load_eval_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptSet | None:

@@ -10,7 +10,7 @@ from actors.cluster import connect
 from actors.reward_training import RewardTrainingCluster
 from jobs.runs import begin, find_start, keep_trying, load_tokenizer, started, stops_at_step_end, summarise
 from rlhf.checkpoint import CheckpointStore
-from rlhf.config import RewardTrainingConfig
+from rlhf.config import RewardTrainingConfig, require
 from rlhf.preferences import Pair, load_preferences
 from rlhf.resume import describe_run
 from rlhf.reward_loop import RewardTraining, count_steps
@@ -31,6 +31,11 @@ def train_reward(config: RewardTrainingConfig) -> dict[str, Any]:
     if config.data.eval is not None:
         held_out = load_preferences(config.data.eval, config.data, tokenizer, split="eval", seed=config.seed).pairs
     num_steps = count_steps(config, train.pairs)
+    warmup = config.learner.optimizer.warmup_steps
+    require(
+        warmup <= num_steps,
+        f"learner.optimizer.warmup_steps={warmup} goes beyond the run's {num_steps} optimiser steps; lower it",
+    )
     this_run = describe_run(config, tokenizer, data=train.fingerprint(), num_steps=num_steps)
     run_dir = begin(config, checkpoints, state, this_run)
 
