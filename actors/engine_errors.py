@@ -12,20 +12,27 @@ MOST_BYTES = 4 << 20  # of output that is looked at
 
 
 class ErrorOutput:
-    """What this process and its children write to stderr from here on, where that is a file (as in a Ray worker)."""
+    """What this process and its children print from here on, where that goes to files (as in a Ray worker)."""
 
     def __init__(self) -> None:
-        status = os.fstat(2)
-        self._start = status.st_size if stat.S_ISREG(status.st_mode) else None
+        self._starts: dict[int, int] = {}  # by file descriptor: vLLM's own log goes to stdout
+        for descriptor in (1, 2):
+            status = os.fstat(descriptor)
+            if stat.S_ISREG(status.st_mode):
+                self._starts[descriptor] = status.st_size
 
-    def explain(self, error: BaseException) -> BaseException:
-        """The error with the root cause that the output names; itself where it does not point there."""
-        if self._start is None or not POINTERS.search(str(error)):
-            return error
-        with open("/proc/self/fd/2", "rb") as file:
-            file.seek(self._start)
-            cause = root_cause(file.read(MOST_BYTES).decode(errors="replace"))
-        return error if cause is None else RuntimeError(f"vLLM did not start: {cause}")
+    def explain(self, error: Exception) -> RuntimeError:
+        """The error in words, which can be pickled where vLLM's own may not; the output's where it points there."""
+        cause = root_cause(self._read()) if POINTERS.search(str(error)) else None
+        return RuntimeError(f"vLLM did not start: {cause or f'{type(error).__name__}: {error}'}")
+
+    def _read(self) -> str:
+        pieces = []
+        for descriptor, start in self._starts.items():
+            with open(f"/proc/self/fd/{descriptor}", "rb") as file:
+                file.seek(start)
+                pieces.append(file.read(MOST_BYTES).decode(errors="replace"))
+        return "\n".join(pieces)
 
 
 def root_cause(output: str) -> str | None:

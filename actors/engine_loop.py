@@ -20,7 +20,7 @@ import numpy as np
 from actors.engine_errors import ErrorOutput
 from rlhf.batch import Prompt, Rollout
 from rlhf.config import RolloutConfig
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, RlhfError
 from rlhf.memory import rollout_memory
 from rlhf.shapes import read_shape
 from rlhf.topology import Device
@@ -181,6 +181,8 @@ class EngineLoop(threading.Thread):
             output = ErrorOutput()
             try:
                 engine = LLMEngine.from_engine_args(EngineArgs(**engine_args(self.spec)))
+            except RlhfError:
+                raise
             except Exception as error:
                 raise output.explain(error) from error
             counted_s = time.monotonic()

@@ -57,8 +57,8 @@ def load_model_config(path: str, *, key: str, max_tokens: int | None, trust_remo
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{key}={path}: no model configuration loads from there ({str(error).splitlines()[0]}); give a Hugging Face "
-            "directory, or a hub id that this machine can reach"
+            f"{key}={path}: no model configuration loads from there ({str(error).splitlines()[0]}); give a Hugging "
+            "Face directory, or a hub id that this machine can reach"
         ) from error
     if (reason := unsupported(config)) is not None:
         raise ConfigError(f"{key}={path}: {config.model_type} models are not supported: {reason}; see docs/models.md")
