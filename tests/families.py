@@ -47,7 +47,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", TIED),
     "gemma2": ("gemma2", {**MIXED, **TIED, "query_pre_attn_scalar": 32}),
     "gemma3": ("gemma3_text", {**MIXED, **TIED, "query_pre_attn_scalar": 32}),
-    "phi": ("phi", {**SQUARE, "intermediate_size": 512}),  # vLLM 0.25 takes four times the width for granted
+    # vLLM 0.25 knows this family with a whole set of key-value heads and four times the width only
+    "phi": ("phi", {**SQUARE, "num_key_value_heads": 4, "intermediate_size": 512}),
     "phi3": ("phi3", SQUARE),
     "phi3-longrope": ("phi3", {**SQUARE, "rope_parameters": LONGROPE, "sliding_window": None}),
     "granite": (

@@ -20,12 +20,13 @@ ROOT = Path(__file__).resolve().parents[2]
 GROUP = 2
 
 
-def config(size: int, *, staleness: int = 0, tries: int = 0) -> Config:
+def config(size: int, *more: str, staleness: int = 0, tries: int = 0) -> Config:
     overrides = [
         f"algorithm.prompts_per_step={size}",
         f"algorithm.group_size={GROUP}",
         f"algorithm.dynamic_sampling_max_tries={tries}",
         f"rollout.max_staleness={staleness}",
+        *more,
     ]
     return load_config(ROOT / "conf" / "grpo_tiny.yaml", overrides)
 
@@ -58,10 +59,19 @@ class Pool:
     version: int = 0
     groups: dict[int, list[Rollout]] = field(default_factory=dict)
     submitted: int = 0
+    compared: list[tuple[int, list[int]]] = field(default_factory=list)  # of each call: prompts, and who is compared
 
-    def submit(self, prompts: Sequence[Prompt], *, group_size: int, greedy: bool = False) -> list[int]:
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        group_size: int,
+        greedy: bool = False,
+        with_logprobs: Collection[int] = (),
+    ) -> list[int]:
         ids = range(self.submitted, self.submitted + len(prompts))
         self.submitted += len(prompts)
+        self.compared.append((len(prompts), list(with_logprobs)))
         versions = np.full(1, self.version, np.int32)
         for i, prompt in zip(ids, prompts, strict=True):
             self.groups[i] = [Rollout(prompt, k, [5], versions, "stop") for k in range(group_size)]
@@ -116,6 +126,27 @@ def test_on_policy_takes_exactly_its_prompts_in_their_order() -> None:
         assert batch.packed.versions.unique().tolist() == [step]
         assert prompts.taken == 4 * step + 4
         assert len(batch.scores["right"]) == 8
+
+
+def test_some_groups_of_some_steps_are_compared_with_the_learner_each_place_in_its_turn() -> None:
+    def places(*overrides: str, first: int = 0, steps: int = 6) -> list[list[int]]:
+        stream, _, pool = make(config(4, *overrides))
+        for step in range(first, first + steps):
+            stream.next_batch(step)
+        return [found for _, found in pool.compared]
+
+    assert places("checks.logprob_every_steps=1") == [[0], [1], [2], [3], [0], [1]]
+    assert places("checks.logprob_every_steps=2") == [[0], [], [1], [], [2], []]
+    assert places("checks.logprob_every_steps=5", first=3, steps=3) == [[0], [], [1]], "and the first, wherever it is"
+    assert places("checks.logprob_every_steps=1", "checks.logprob_groups=2", steps=4) == [
+        [0, 1],
+        [2, 3],
+        [1, 2],
+        [0, 1],
+    ]
+    assert places("checks.logprob_every_steps=1", "checks.logprob_groups=9", steps=2) == [[0, 1, 2, 3]] * 2
+    assert not any(places("checks.logprob_groups=0"))
+    assert not any(places("rollout.logprobs=true")), "all carry them anyway"
 
 
 @given(st.integers(0, 3), st.integers(1, 4), st.integers(0, 10_000))
