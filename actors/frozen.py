@@ -63,6 +63,7 @@ class RewardModelActor(RankActor):
         self._decoder = AutoTokenizer.from_pretrained(self._config.model.path)
         self._on_shared_gpu = shares_gpu(self._config, device)
         key = "reward.model.path"
+        torch.manual_seed(self._config.seed)  # a random head is the same in every replica
         model = load_scalar(
             settings.path,
             dtype=resolve_dtype(self._config.model.dtype, device),
