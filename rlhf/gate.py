@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rlhf.algorithms.losses import sum_sequences
 from rlhf.batch import TrainBatch
 from rlhf.config import RolloutConfig, SamplingChecksConfig
 from rlhf.errors import SamplingError
@@ -54,11 +55,14 @@ class SamplingGate:
 
 
 def compared_tokens(batch: TrainBatch, version: int) -> torch.Tensor | None:
-    """bool [N]: tokens with the sampler's log-probability that were sampled from exactly ``version``; None: no token.
+    """bool [N]: tokens with the sampler's log-probability, of completions sampled wholly from ``version``; None: none.
 
-    Of older tokens the difference would be what the learner has learnt since.
+    Of older tokens the difference would be what the learner has learnt since; and a token behind older ones attends to
+    keys and values of the older weights, which vLLM keeps.
     """
     if batch.rollout_logprobs is None:
         return None
-    compared = ~batch.rollout_logprobs.isnan() & (batch.versions == version)
+    lengths = batch.completion_lengths
+    of_version = sum_sequences((batch.versions == version).float(), lengths) == lengths
+    compared = ~batch.rollout_logprobs.isnan() & of_version.repeat_interleave(lengths)
     return compared if compared.any() else None

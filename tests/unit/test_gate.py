@@ -14,23 +14,23 @@ from rlhf.gate import DIFFERENCE, SamplingGate, compared_tokens
 NAN = math.nan
 
 
-def batch(logprobs: list[float] | None, versions: list[int]) -> TrainBatch:
+def batch(logprobs: list[float] | None, versions: list[int], lengths: list[int]) -> TrainBatch:
     return TrainBatch(
-        tokens=torch.arange(len(versions) + 1),
-        prompt_lengths=torch.tensor([1]),
-        completion_lengths=torch.tensor([len(versions)]),
-        truncated=torch.tensor([False]),
+        tokens=torch.arange(len(versions) + len(lengths)),
+        prompt_lengths=torch.ones(len(lengths), dtype=torch.long),
+        completion_lengths=torch.tensor(lengths),
+        truncated=torch.zeros(len(lengths), dtype=torch.bool),
         versions=torch.tensor(versions, dtype=torch.int32),
         rollout_logprobs=None if logprobs is None else torch.tensor(logprobs),
     )
 
 
-def test_tokens_of_exactly_this_version_with_a_logprob_are_compared() -> None:
-    found = compared_tokens(batch([-1.0, NAN, -2.0, -3.0], [4, 4, 3, 4]), version=4)
+def test_completions_of_exactly_this_version_with_logprobs_are_compared() -> None:
+    found = compared_tokens(batch([-1.0, -2.0, NAN, -1.0, -3.0], [4, 4, 4, 3, 4], [2, 1, 2]), version=4)
     assert found is not None
-    assert found.tolist() == [True, False, False, True]
-    assert compared_tokens(batch([-1.0, -1.0], [3, 3]), version=4) is None, "older tokens say what was learnt since"
-    assert compared_tokens(batch(None, [4]), version=4) is None
+    assert found.tolist() == [True, True, False, False, False], "the last one attends to what older weights computed"
+    assert compared_tokens(batch([-1.0, -1.0], [3, 3], [2]), version=4) is None
+    assert compared_tokens(batch(None, [4], [1]), version=4) is None
 
 
 def test_differences_warn_then_stop_and_nan_stops() -> None:
