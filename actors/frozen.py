@@ -26,6 +26,7 @@ class ReferenceActor(RankActor):
     def start(self) -> None:
         config, device = self._config, local_rank_device()
         path = config.reference.path or config.model.path
+        key = "reference.path" if config.reference.path else "model.path"
         model = load_policy(
             path,
             dtype=resolve_dtype(config.model.dtype, device),
@@ -33,7 +34,7 @@ class ReferenceActor(RankActor):
             chunk_tokens=config.learner.logits_chunk_tokens,
             max_tokens=config.max_sequence_tokens,
             trust_remote_code=config.model.trust_remote_code,
-            key="reference.path",
+            key=key,
         )
         self._on_shared_gpu = shares_gpu(config, device)
         self._scorer = FrozenScorer(
@@ -41,7 +42,7 @@ class ReferenceActor(RankActor):
             token_budget=config.reference.micro_batch_tokens,
             device=device,
             compiled=config.learner.compile,
-            probe_key=f"reference.path={path}" if config.checks.probe else None,
+            probe_key=f"{key}={path}" if config.checks.probe else None,
         )
 
     def score(self, batches: Sequence[TrainBatch]) -> list[Tensor]:

@@ -206,7 +206,7 @@ class CriticActor(EngineActor):
             max_tokens=self._config.max_sequence_tokens,
             fresh_head="zero",
             trust_remote_code=self._config.model.trust_remote_code,
-            key="critic.path",
+            key="critic.path" if self._config.critic.path else "model.path",
         )
 
     def _wrap(self, engine: Engine) -> ValueLearner:

@@ -128,7 +128,8 @@ def check_families(config: Config) -> None:
         paths["reward.model.path"] = config.reward.model.path
     for key, path in paths.items():
         if path is not None:
-            load_model_config(path, key=key, max_tokens=None, trust_remote_code=config.model.trust_remote_code)
+            trusted = config.model.trust_remote_code and key != "reward.model.path"
+            load_model_config(path, key=key, max_tokens=None, trust_remote_code=trusted)
 
 
 def load_eval_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptSet | None:

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf.errors import SamplingError
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -145,9 +147,18 @@ def _token_picker(lengths: Tensor, index: Tensor) -> Tensor:
 
 
 def pack(rollouts: Sequence[Rollout]) -> TrainBatch:
-    """Packs finished rollouts, in the order given (groups must be contiguous for grouped algorithms)."""
+    """Packs finished rollouts, in the order given (groups must be contiguous for grouped algorithms).
+
+    Raises SamplingError where a sampler's log-probability is not finite.
+    """
     assert rollouts, "an empty batch cannot be trained on"
     assert all(r.token_ids for r in rollouts), "a completion holds at least one token"
+    for rollout in rollouts:
+        if rollout.logprobs is not None and not np.isfinite(rollout.logprobs).all():
+            raise SamplingError(
+                f"prompt {rollout.prompt.id}, completion {rollout.sample_index}: vLLM's log-probabilities are not all "
+                "finite, so its logits are not; look at rollout.engine_args, and at the model's weights"
+            )
     logprobs = [np.full(len(r.token_ids), np.nan, np.float32) if r.logprobs is None else r.logprobs for r in rollouts]
     any_logprobs = any(r.logprobs is not None for r in rollouts)
     tokens = chain.from_iterable(ids for r in rollouts for ids in (r.prompt.token_ids, r.token_ids))

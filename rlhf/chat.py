@@ -34,14 +34,6 @@ RESERVED = {
 }
 
 
-def parse_date(date: str) -> datetime:
-    """Midnight of a ``data.date``. Raises ConfigError unless it is YYYY-MM-DD."""
-    try:
-        return datetime.strptime(date, "%Y-%m-%d")
-    except ValueError as error:
-        raise ConfigError(f"data.date={date} is no date; write it as YYYY-MM-DD, such as 2026-01-31") from error
-
-
 def check_template_kwargs(kwargs: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase") -> None:
     """Raises ConfigError where one of ``data.chat_template_kwargs`` would collide, or the template never reads it."""
     for name in kwargs:
@@ -74,7 +66,7 @@ def render_chat(
     """
     passed = dict(kwargs or {})
     if DATE_FUNCTION in str(tokenizer.chat_template):  # a render argument hides jinja's global of the same name
-        passed[DATE_FUNCTION] = (parse_date(date) if date else datetime.now()).strftime
+        passed[DATE_FUNCTION] = (datetime.fromisoformat(date) if date else datetime.now()).strftime
     text = tokenizer.apply_chat_template(
         [dict(message) for message in chat], tokenize=False, add_generation_prompt=add_generation_prompt, **passed
     )

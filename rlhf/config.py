@@ -54,7 +54,7 @@ def require_date(key: str, value: str | None) -> None:
         valid = value is None or date.fromisoformat(value).isoformat() == value
     except ValueError:
         valid = False
-    require(valid, f"{key}={value} is no date; write it as YYYY-MM-DD, such as 2026-01-31")
+    require(valid, f"{key}={value} is not a date; write it as YYYY-MM-DD, such as 2026-01-31")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class DataConfig(Section, key="data"):
 
     train: str = MISSING
     eval: str | None = None  # None: no evaluation
-    eval_size: PositiveInt = 128  # at most so many held-out prompts
+    eval_size: PositiveInt = 128  # at most this many held-out prompts
     task_args: dict[str, Any] = field(default_factory=dict)  # for task:NAME, both splits
     prompt_column: str = "prompt"
     system_prompt: str | None = None  # prepended to chat prompts that have no system message
@@ -123,7 +123,7 @@ class AlgorithmConfig(Section, key="algorithm"):
     ] = "auto"
     rollout_correction_cap: Annotated[float, Bounds(min=1)] = 2.0  # ratios above are truncated, or their tokens masked
     rollout_correction_floor: OpenFraction | None = None  # the same below; None: no bound
-    # DAPO: replace zero-variance groups, at most so many batches' worth; 0: off
+    # DAPO: replace zero-variance groups, at most this many batches' worth; 0: off
     dynamic_sampling_max_tries: NonNegativeInt = 0
     reward_clip: PositiveFloat | None = None  # clip rewards to [-c, c]
     # PPO only
@@ -232,7 +232,7 @@ class LearnerConfig(Section, key="learner"):
     # room for them, and on CPU. DeepSpeed cannot at zero_stage 0, nor at 1 and 2 with offload_optimizer
     float32_gradients: bool | None = None
     micro_batch_tokens: PositiveInt = 8192  # token budget of one packed forward
-    logits_chunk_tokens: PositiveInt = 1024  # the LM head runs on so many tokens at once
+    logits_chunk_tokens: PositiveInt = 1024  # the LM head runs on this many tokens at once
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     cpus_per_rank: PositiveInt = 1
 
@@ -338,7 +338,7 @@ class AutoscaleConfig(Section, key="rollout.autoscale"):
     max: PositiveInt = 1
     wait_fraction: OpenFraction = 0.25  # grow when the learner waits for samples for more than this part of a step
     idle_fraction: OpenFraction = 0.5  # shrink when workers are idle for more than this part of their time
-    patience_steps: PositiveInt = 3  # so many steps in a row must agree
+    patience_steps: PositiveInt = 3  # this many steps in a row must agree
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -669,7 +669,7 @@ class PreferenceDataConfig(Section, key="data"):
 
     train: str = MISSING
     eval: str | None = None  # None: no evaluation
-    eval_size: PositiveInt = 256  # at most so many held-out pairs
+    eval_size: PositiveInt = 256  # at most this many held-out pairs
     task_args: dict[str, Any] = field(default_factory=dict)  # for task:NAME, both splits
     max_tokens: PositiveInt = 1024  # per text, prompt included; the end is kept, as reward.model.max_tokens does
     date: str | None = None  # YYYY-MM-DD, for templates that ask for today's; null: the day on which the run began

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf.batch import Prompt
-from rlhf.chat import Chat, check_template_kwargs, drop_second_bos, parse_date, render_chat
+from rlhf.chat import Chat, check_template_kwargs, drop_second_bos, render_chat
 from rlhf.config import DataConfig
 from rlhf.errors import CheckpointError, ConfigError, DataError
 from rlhf.rewards.loading import ARGUMENTS
@@ -98,8 +98,6 @@ def load_prompts(
     where = f"data.{split}={source}"
     if config.task_args and not any((s or "").startswith(TASK_PREFIX) for s in (source, config.train, config.eval)):
         raise ConfigError(f"data.task_args is set, but {where} is no built-in task; unset it, or use task:NAME")
-    if config.date is not None:
-        parse_date(config.date)
     table, lacking = _read(source, config, split, seed, where)
     prompt_column = "prompt" if source.startswith(TASK_PREFIX) else config.prompt_column
     values, columns = _part_columns(table, prompt_column, where)

@@ -12,7 +12,7 @@ from rlhf.algorithms import Algorithm
 from rlhf.batch import Prompt, TrainBatch
 from rlhf.checkpoint import CheckpointStore, read_state
 from rlhf.config import Config
-from rlhf.gate import SamplingGate, compared_tokens
+from rlhf.gate import DIFFERENCE, SamplingGate, compared_tokens
 from rlhf.nonfinite import SkippedSteps, nonfinite_tensors, take_skip_report
 from rlhf.rewards.total import check_abstained, combine
 from rlhf.roles import Critic, Learner, Metrics, Reference, Reward, Rollouts
@@ -130,6 +130,8 @@ class Driver:
         """Warns where sampler and learner disagree; raises SamplingError where they disagree too much to go on."""
         if warning := self.gate.judge(metrics, self.step):
             self.tracker.note(warning)
+        if DIFFERENCE in metrics:
+            self.stream.compared(self.step)
 
     def publish(self) -> Metrics:
         """Every live rollout worker gets the learner's weights as version ``step``, verified."""

@@ -302,7 +302,7 @@ class Engine:
             raise CheckpointError(
                 f"{directory}: does not load into {self.world_size} ranks at learner.zero_stage="
                 f"{self.config.zero_stage} ({type(error).__name__}: {' '.join(str(error).split())[:200]}); "
-                "resume with the learner.num_ranks and zero_stage that wrote it"
+                "resume with the learner.num_ranks, zero_stage, model.dtype and kind of device that wrote it"
             ) from error
         assert client_state is not None
         torch.set_rng_state(client_state["rng"])

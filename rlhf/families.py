@@ -76,9 +76,9 @@ def _is_dropout(name: str, value: Any) -> bool:
 
 
 def unsupported(config: PretrainedConfig) -> str | None:
-    """Why models with this configuration are not trained; None: nothing in it speaks against them."""
+    """Why models with this configuration are not trained; None: nothing in it rules them out."""
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "use_bidirectional_attention", None):
-        return "they are no causal decoders"
+        return "they are not causal decoders"
     if config.get_text_config() is not config:
         return "they take more than text; give the text model by itself"
     layers = set(getattr(config, "layer_types", None) or ())

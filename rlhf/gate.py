@@ -39,7 +39,7 @@ class SamplingGate:
     def judge(self, metrics: Mapping[str, float], version: int) -> str | None:
         """A warning, if one is due. Raises SamplingError where the difference is beyond the bound, or no number."""
         difference = metrics.get(DIFFERENCE)
-        if difference is None or difference <= self.warn:
+        if difference is None or difference <= min(self.warn, self.stop):
             return None
         found = (
             f"weight version {version}: the learner's log-probabilities differ from the rollout workers' by "

@@ -112,7 +112,7 @@ class BatchLearner(PackedLearner):
         return merge_scores(batch, [part for part in parts if part is not None])
 
     def _steps(self, batch: TrainBatch, training_step: int) -> list[TrainBatch]:
-        """The batches of the optimiser steps: shuffled anew for every epoch, the same way on every rank, and for the
+        """The batches of the optimiser steps: reshuffled for every epoch, the same way on every rank, and for the
         critic as for the policy."""
         if self.config.steps_per_update == 1:
             return [batch]

@@ -300,7 +300,7 @@ class PolicyModel(PackedModel):
 
     @contextmanager
     def as_loaded(self) -> Iterator[None]:
-        """As the base class's, with the LM head's plain logits."""
+        """Same as the base class, with the LM head's plain logits."""
         head = self.lm.get_output_embeddings()
         assert isinstance(head, nn.Linear)
         head.__class__ = nn.Linear

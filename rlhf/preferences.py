@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from rlhf.batch import TrainBatch
-from rlhf.chat import Chat, parse_date
+from rlhf.chat import Chat
 from rlhf.config import PreferenceDataConfig
 from rlhf.data import TASK_PREFIX, plain_messages, prompt_problem, read_json_lines
 from rlhf.errors import ConfigError, DataError
@@ -88,8 +88,6 @@ def load_preferences(
     pair, ConfigError where ``config`` does not fit it.
     """
     where = f"data.{split}={source}"
-    if config.date is not None:
-        parse_date(config.date)
     max_rows = config.eval_size if split == "eval" else None
     if source.startswith(TASK_PREFIX):
         name = source.removeprefix(TASK_PREFIX)

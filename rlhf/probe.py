@@ -1,7 +1,7 @@
 """Does a loaded model say the same packed as it does by itself? Asked once at start, of the real weights, in a second.
 
 A family whose attention, rotary frequencies, logits or layers need something that packing does not give them would be
-trained on wrong numbers without a word. Here it is refused before the first step.
+trained on wrong numbers silently. Here it is refused before the first step.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,8 @@ from rlhf.batch import TrainBatch
 from rlhf.errors import ConfigError
 from rlhf.models import PackedModel, PolicyModel, WholeSequence, packed_inputs
 
-# The largest mean difference in nats that rounding explains; for scores, relative to their size where that is above 1.
+# The largest mean difference that rounding explains: of log-probabilities in nats, of scores relative to their size
+# where that is above 1. In bfloat16 0.01 to 0.04 nats are seen, on models whose weights are wide.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 WINDOW = 8  # what every sliding window is narrowed to meanwhile, so that short sequences are cut by it
 PROMPTS, COMPLETIONS = (12, 12, 7), (9, 14, 21)  # tokens; the first two sequences share their prompt
@@ -37,7 +38,8 @@ def check_packing(forward: Callable[[Any], Any], model: PackedModel, device: tor
         for share_prompts in (False, True):
             packed = forward(packed_inputs(batch, device, share_prompts=share_prompts))
             scores = _comparable(packed, model, batch)
-            difference = ((scores - own).abs() / own.abs().clamp(min=1)).mean().item()
+            scale = 1.0 if isinstance(model, PolicyModel) else own.abs().clamp(min=1)
+            difference = ((scores - own).abs() / scale).mean().item()
             if not difference <= TOLERANCE[model.lm.dtype]:  # NaN included
                 how = "sharing a prompt" if share_prompts else "packed together"
                 raise ConfigError(

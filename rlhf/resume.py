@@ -58,7 +58,7 @@ RULES = (
     ),
     Rule(
         "tell",
-        "Engine.load sets them anew",
+        "Engine.load resets them",
         """
         learner.optimizer.learning_rate learner.optimizer.schedule learner.optimizer.warmup_steps
         learner.optimizer.weight_decay learner.optimizer.max_grad_norm

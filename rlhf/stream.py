@@ -71,7 +71,8 @@ class GroupStream:
         self._algorithm, self._max_staleness = config.algorithm, config.rollout.max_staleness
         self._last_step = config.num_steps - 1
         self._checks, self._all_compared = config.checks, config.needs_rollout_logprobs
-        self._any_compared = False
+        self._last_comparison: int | None = None  # the step of the last that came about
+        self._num_comparisons = 0
         self._sampling: dict[int, Admitted] = {}  # by the pool's group id
         self._ready: list[ScoredGroup] = []  # in the order in which they finished
         self._resumed: list[Prompt] = []  # admitted before a checkpoint, not consumed by then
@@ -86,7 +87,7 @@ class GroupStream:
         size = self._algorithm.prompts_per_step
         ahead = min(self._max_staleness, self._last_step - step)  # nothing is sampled for steps that will not be
         refills = self._algorithm.dynamic_sampling_max_tries * size
-        self._admit(step, (1 + ahead) * size - len(self._sampling) - len(self._ready), compare=True)
+        self._admit(step, (1 + ahead) * size - len(self._sampling) - len(self._ready))
         while (chosen := self._choose(step)) is None:
             num_replaced = 0
             for group in self._next_groups():
@@ -111,25 +112,29 @@ class GroupStream:
         self._prompts.load_state_dict(state["prompts"])
         self._resumed = [self._prompts.at(position) for position in state["pending"]]
 
-    def _admit(self, step: int, count: int, *, compare: bool = False) -> None:
-        """``compare``: some of them may be sampled with log-probabilities, for the learner to check."""
+    def compared(self, step: int) -> None:
+        """Log-probabilities were compared in step ``step``. Until a step has done so, the comparison stays due."""
+        self._last_comparison = step
+        self._num_comparisons += 1
+
+    def _admit(self, step: int, count: int) -> None:
         if count <= 0:
             return
         prompts, self._resumed = self._resumed[:count], self._resumed[count:]
         prompts += self._prompts.take(count - len(prompts))
-        compared = self._compared(step, count) if compare and not self._all_compared else ()
+        compared = () if self._all_compared else self._to_compare(step, count)
         ids = self._rollouts.submit(prompts, group_size=self._algorithm.group_size, with_logprobs=compared)
         for group_id, prompt in zip(ids, prompts, strict=True):
             self._sampling[group_id] = Admitted(prompt, last_step=step + self._max_staleness)
 
-    def _compared(self, step: int, count: int) -> range:
-        """Which of ``count`` groups are sampled with log-probabilities for the learner to check: others in every step,
-        so that every worker has its turn."""
-        every, num_groups = self._checks.logprob_every_steps, min(self._checks.logprob_groups, count)
-        if self._any_compared and step % every:
+    def _to_compare(self, step: int, count: int) -> range:
+        """Which of ``count`` groups are sampled with log-probabilities for the learner to check: others every time, so
+        that every worker has its turn."""
+        checks, last = self._checks, self._last_comparison
+        if last is not None and step - last < checks.logprob_every_steps:
             return range(0)
-        self._any_compared = True
-        start = step // every * num_groups % (count - num_groups + 1)
+        num_groups = min(checks.logprob_groups, count)
+        start = self._num_comparisons * num_groups % (count - num_groups + 1)
         return range(start, start + num_groups)
 
     def _next_groups(self) -> list[ScoredGroup]:

@@ -206,7 +206,7 @@ def answer(function: RewardFunction, arguments: dict[str, Any], num_rows: int) -
     """The function's scores, or what is wrong with it."""
     try:
         values = function.call(**arguments)
-    except BaseException as error:  # SystemExit included: it would end this process without a word
+    except BaseException as error:  # SystemExit included: it would end this process silently
         traceback.print_exc()
         return str(function.raised(error))
     finally:

@@ -208,7 +208,7 @@ def test_scaling_while_training(ray_session: None, tiny_model_dir: Path, tmp_pat
         train.send_signal(signal.SIGTERM)
         out, _ = train.communicate(timeout=120)
         assert train.returncode == 130, out
-        assert out.startswith("scaled: on the Ray cluster at "), out
+        assert "\nscaled: on the Ray cluster at " in f"\n{out}", out
         assert "1 -> 3 default worker(s): asked for by rlhf scale" in out
     finally:
         train.kill()

@@ -8,7 +8,8 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from rlhf.chat import RESERVED, check_template_kwargs, drop_second_bos, parse_date, render_chat
+from rlhf.chat import RESERVED, check_template_kwargs, drop_second_bos, render_chat
+from rlhf.config import DataConfig
 from rlhf.errors import ConfigError
 from rlhf.frozen import answer_tokens
 
@@ -58,9 +59,9 @@ def test_a_kwarg_that_collides_is_an_error(name: str, tokenizer: PreTrainedToken
 def test_the_date_has_a_key_of_its_own(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(ConfigError, match=r"strftime_now is what data\.date sets; use that"):
         check_template_kwargs({"strftime_now": "x"}, tokenizer)
-    for wrong in ("31.1.2026", "today", "2026-02-30", ""):
-        with pytest.raises(ConfigError, match=rf"data\.date={wrong} is no date; write it as YYYY-MM-DD"):
-            parse_date(wrong)
+    for wrong in ("31.1.2026", "today", "2026-02-30", "2026-1-5", ""):
+        with pytest.raises(ConfigError, match=rf"data\.date={wrong} is not a date; write it as YYYY-MM-DD"):
+            DataConfig(date=wrong)
 
 
 def test_a_kwarg_that_the_template_never_reads_is_an_error(tokenizer: PreTrainedTokenizerBase) -> None:

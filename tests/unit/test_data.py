@@ -172,7 +172,7 @@ def test_the_template_gets_its_arguments_and_the_date(split: str, tmp_path: Path
     assert load(source, tokenizer, split, date="1999-12-31", chat_template_kwargs=thinking).texts == ["1999 hi quick"]
     message = error_of(ConfigError, source, tokenizer, split, chat_template_kwargs={"add_generation_prompt": False})
     assert "data.chat_template_kwargs.add_generation_prompt collides" in message
-    assert "data.date=tomorrow is no date" in error_of(ConfigError, source, tokenizer, split, date="tomorrow")
+    assert "data.date=tomorrow is not a date" in error_of(ConfigError, source, tokenizer, split, date="tomorrow")
 
 
 def test_chats_need_a_chat_template(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlhf import attention
 from rlhf.batch import TrainBatch
 from rlhf.errors import ConfigError
 from rlhf.models import load_policy, packed_inputs
@@ -74,13 +75,26 @@ def test_packed_sequences_and_shared_prompts_equal_transformers_eager_attention(
             bound = 1e-4 * max(theirs.abs().max().item(), 0.01 * largest)  # some are zero but for rounding
             torch.testing.assert_close(ours, theirs, rtol=0, atol=bound, msg=name)
     check_packing(policy, policy, CPU, key="model.path")
+    rounded = load_policy(path, dtype=torch.bfloat16, temperature=1.0, chunk_tokens=16).eval()
+    check_packing(rounded, rounded, CPU, key="model.path")
 
 
+def test_a_window_that_is_left_out_shows_in_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it would on a GPU: what rounding explains must not hide it."""
+    path = str(make_model(tmp_path, small_config(*FAMILIES["mistral"])))
+    policy = load_policy(path, dtype=torch.bfloat16, temperature=1.0, chunk_tokens=16).eval()
+    plain = attention._plain
+    monkeypatch.setattr(attention, "_plain", lambda *span, scale, window: plain(*span, scale=scale, window=None))
+    with pytest.raises(ConfigError, match="MistralForCausalLM gives other numbers for sequences packed together"):
+        check_packing(policy, policy, CPU, key="model.path")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", REFUSED)
-def test_what_packing_cannot_do_is_refused_with_the_reason(family: str, tmp_path: Path) -> None:
+def test_what_packing_cannot_do_is_refused_with_the_reason(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model_type, extra, reason = REFUSED[family]
     path = make_model(tmp_path, small_config(model_type, extra))
     with pytest.raises(ConfigError, match=f"model.path.*{reason}") as caught:
-        policy = load_policy(str(path), dtype=torch.float32, temperature=1.0, chunk_tokens=16).eval()
+        policy = load_policy(str(path), dtype=dtype, temperature=1.0, chunk_tokens=16).eval()
         check_packing(policy, policy, CPU, key=f"model.path={path}")
     assert "\n" not in str(caught.value)

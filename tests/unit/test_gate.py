@@ -40,6 +40,8 @@ def test_differences_warn_then_stop_and_nan_stops() -> None:
     warning = gate.judge({DIFFERENCE: 0.2}, 3)
     assert warning is not None
     assert "weight version 3" in warning and "0.2 nats" in warning and "checks.warn_logprob_difference=0.1" in warning
+    with pytest.raises(SamplingError):
+        SamplingGate(warn=1.0, stop=0.5).judge({DIFFERENCE: 0.6}, 3)  # a warning set too high hides no end
     for beyond in (0.51, math.inf, NAN):
         with pytest.raises(SamplingError, match=r"checks\.max_logprob_difference=0\.5") as caught:
             gate.judge({DIFFERENCE: beyond}, 3)

@@ -45,7 +45,7 @@ def test_the_template_is_told_the_run_s_date(tmp_path: Path, tiny_model_dir: Pat
     (pair,) = load(write(tmp_path, CHAT), tokenizer, date="2001-02-03").pairs
     assert tokenizer.decode(pair.chosen).startswith("2001-02-03user: What is 2 + 2?")
     assert load(write(tmp_path, CHAT), tokenizer, date="2001-02-04").pairs[0].chosen.tolist() != pair.chosen.tolist()
-    with pytest.raises(ConfigError, match=r"data\.date=3 February is no date"):
+    with pytest.raises(ConfigError, match=r"data\.date=3 February is not a date"):
         load(write(tmp_path, CHAT), tokenizer, date="3 February")
 
 

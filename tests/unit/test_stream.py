@@ -129,15 +129,18 @@ def test_on_policy_takes_exactly_its_prompts_in_their_order() -> None:
 
 
 def test_some_groups_of_some_steps_are_compared_with_the_learner_each_place_in_its_turn() -> None:
-    def places(*overrides: str, first: int = 0, steps: int = 6) -> list[list[int]]:
+    def places(*overrides: str, first: int = 0, steps: int = 6, missed: Collection[int] = ()) -> list[list[int]]:
         stream, _, pool = make(config(4, *overrides))
         for step in range(first, first + steps):
             stream.next_batch(step)
+            if pool.compared[-1][1] and step not in missed:
+                stream.compared(step)
         return [found for _, found in pool.compared]
 
     assert places("checks.logprob_every_steps=1") == [[0], [1], [2], [3], [0], [1]]
     assert places("checks.logprob_every_steps=2") == [[0], [], [1], [], [2], []]
-    assert places("checks.logprob_every_steps=5", first=3, steps=3) == [[0], [], [1]], "and the first, wherever it is"
+    assert places("checks.logprob_every_steps=2", first=3, steps=3) == [[0], [], [1]], "and the first, wherever it is"
+    assert places("checks.logprob_every_steps=3", missed=(0, 1)) == [[0], [0], [0], [], [], [1]], "due until it is done"
     assert places("checks.logprob_every_steps=1", "checks.logprob_groups=2", steps=4) == [
         [0, 1],
         [2, 3],
