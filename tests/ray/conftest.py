@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def ray_session() -> Iterator[None]:
     """A local Ray with logical CPUs to spare and four pretended GPUs, so that GPU placement can be looked at."""
     ray.init(
+        address="local",  # whatever else runs on this machine, or an interrupted session has left behind
         num_cpus=24,
         num_gpus=4,
         include_dashboard=False,
