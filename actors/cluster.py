@@ -9,21 +9,20 @@ from typing import Any, Self
 import ray
 
 from actors.control import RunControl
-from actors.engine_loop import WorkerSpec, worker_env
-from actors.frozen import ReferenceActor, RewardModelActor
 from actors.group import ActorGroup, Call, Deadline, RankActor
 from actors.learner import CriticActor, LearnerActor
 from actors.placement import Placement
-from actors.pool import RolloutPool
-from actors.reward import RewardActor
-from actors.roles import LearnerGroup, Replicas, RewardGroup
-from actors.weight_sync import ObjectStoreTransport, SessionTransport, Transport
-from actors.worker_factory import WorkerFactory
+from actors.proxies import LearnerGroup, Replicas, RewardGroup
+from actors.rollouts.engine_loop import WorkerSpec, worker_env
+from actors.rollouts.factory import WorkerFactory
+from actors.rollouts.pool import RolloutPool
+from actors.scorers import ReferenceActor, RewardActor, RewardModelActor
+from actors.weights.publish import ObjectStoreTransport, SessionTransport, Transport
 from rlhf.config import Config, RewardTrainingConfig
 from rlhf.driver import Roles
 from rlhf.errors import PlacementError
+from rlhf.planning.topology import Device, Slot, Topology, plan_topology
 from rlhf.rewards import MODEL_NAME, load_reward_functions
-from rlhf.topology import Device, Slot, Topology, plan_topology
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 SPARE_CPUS = 16  # of a local cluster, for rollout workers that are added while a run is under way

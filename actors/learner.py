@@ -9,15 +9,15 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from actors.group import RankActor
-from actors.transport import Meeting
-from actors.weight_sender import Way, WeightSender
+from actors.weights.channel import Meeting
+from actors.weights.sender import Way, WeightSender
 from rlhf.batch import TrainBatch
 from rlhf.config import LearnerConfig
-from rlhf.engine import Engine, device_bytes, init_distributed, local_rank_device, resolve_dtype
-from rlhf.learner import PackedLearner, Part, PolicyLearner, ValueLearner
-from rlhf.memory_plan import MemoryPlan, plan_memory
-from rlhf.models import PackedModel, load_policy, load_scalar
-from rlhf.weights import Layout
+from rlhf.models.packed import PackedModel, load_policy, load_scalar
+from rlhf.planning.fit import MemoryPlan, plan_memory
+from rlhf.training.engine import Engine, device_bytes, init_distributed, local_rank_device, resolve_dtype
+from rlhf.training.learner import PackedLearner, Part, PolicyLearner, ValueLearner
+from rlhf.training.weights import Layout
 
 
 class EngineActor(RankActor):

@@ -10,7 +10,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf.errors import PlacementError
-from rlhf.topology import Bundle, GroupSpec, Slot, Topology
+from rlhf.planning.topology import Bundle, GroupSpec, Slot, Topology
 
 
 def _describe(bundle: Mapping[str, float]) -> str:

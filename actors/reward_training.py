@@ -4,11 +4,11 @@ import torch
 
 from actors.cluster import ActorCluster
 from actors.learner import EngineActor
-from actors.roles import LearnerGroup
+from actors.proxies import LearnerGroup
 from rlhf.config import RewardTrainingConfig
-from rlhf.engine import Engine
-from rlhf.models import PackedModel, load_scalar
-from rlhf.reward_training import RewardLearner
+from rlhf.models.packed import PackedModel, load_scalar
+from rlhf.training.engine import Engine
+from rlhf.training.reward_learner import RewardLearner
 
 
 class RewardLearnerActor(EngineActor):

@@ -20,12 +20,12 @@ from rich.table import Table
 
 from rlhf.batch import TrainBatch
 from rlhf.config import AlgorithmConfig, LearnerConfig
-from rlhf.engine import Engine, init_distributed, local_rank_device, resolve_dtype
-from rlhf.learner import PolicyLearner
-from rlhf.models import load_policy
+from rlhf.models.packed import load_policy
 from rlhf.packing import batch_spans
-from rlhf.roofline import device_peaks, update_flops
-from rlhf.shapes import ModelShape
+from rlhf.planning.costs import device_peaks, update_flops
+from rlhf.planning.shapes import ModelShape
+from rlhf.training.engine import Engine, init_distributed, local_rank_device, resolve_dtype
+from rlhf.training.learner import PolicyLearner
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {"gradient_checkpointing": True},

@@ -27,13 +27,13 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
-from actors.engine_loop import EngineLoop, Request, WorkerSpec, worker_env
+from actors.rollouts.engine_loop import EngineLoop, Request, WorkerSpec, worker_env
 from benchmarks.common import Row, device_name, show, write_json
 from rlhf.batch import Prompt
 from rlhf.config import DataConfig, RolloutConfig
-from rlhf.data import load_prompts
-from rlhf.roofline import decode_bytes, device_peaks
-from rlhf.shapes import read_shape
+from rlhf.data.prompts import load_prompts
+from rlhf.planning.costs import decode_bytes, device_peaks
+from rlhf.planning.shapes import read_shape
 
 DEADLINE_S = 600.0  # of a start, of one generation
 TINY = ["sequences=8", "group=4", "prompt_words=4", "completion=8", "repeats=1"]
@@ -198,7 +198,7 @@ def idle_processes(count: int) -> Iterator[None]:
 def measure(model: str, variant: Variant, device: str) -> Row:
     """Starts the variant's workers, generates once to warm up, then ``repeats`` times; figures of the median time.
 
-    ``hbm`` is the share of the device's memory bandwidth that decoding accounts for at least (rlhf.roofline).
+    ``hbm`` is the share of the device's memory bandwidth that decoding accounts for at least (rlhf.planning.costs).
     """
     prompts = phrases(model, variant.sequences // variant.group, variant.prompt_words)
     requests = [

@@ -20,16 +20,16 @@ import ray
 import torch
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-import actors.weight_sender
+import actors.weights.sender
 from actors.cluster import Cluster, connect
 from actors.group import Call, Deadline
 from actors.learner import LearnerActor
-from actors.weight_sender import WeightSender
-from actors.weight_sync import ObjectStoreTransport, PublishResult, SessionTransport, Transport, publish
+from actors.weights.publish import ObjectStoreTransport, PublishResult, SessionTransport, Transport, publish
+from actors.weights.sender import WeightSender
 from benchmarks.common import ROOT, Row, show, write_json
 from rlhf.config import Config
-from rlhf.engine import deepspeed_config, init_distributed, local_rank_device, resolve_dtype
 from rlhf.recipes import load_config
+from rlhf.training.engine import deepspeed_config, init_distributed, local_rank_device, resolve_dtype
 
 WARM_UP = 2  # the first publish of a session joins it, the second is the first to copy as all later ones do
 PLACEMENT = {"ipc": "colocate", "nccl": "separate", "object-store": "separate"}
@@ -58,7 +58,7 @@ class WeightsActor(LearnerActor):
         if not checksums:
             from benchmarks.unchecked import no_checksum
 
-            actors.weight_sender.checksum = no_checksum
+            actors.weights.sender.checksum = no_checksum
         self._sender = WeightSender(self._model, self._device, bucket_bytes)
 
     def held_gpu_bytes(self) -> int:

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-import actors.vllm_weights
-from actors.vllm_weights import WorkerExtension
+import actors.weights.vllm_receiver
+from actors.weights.vllm_receiver import WorkerExtension
 
 
 def no_checksum(data: Tensor) -> Tensor:
-    """Zero, in the place of ``rlhf.weights.checksum``."""
+    """Zero, in the place of ``rlhf.training.weights.checksum``."""
     return torch.zeros((), dtype=torch.int64, device=data.device)
 
 
@@ -16,4 +16,4 @@ class UncheckedExtension(WorkerExtension):
     """Importing it is what counts."""
 
 
-actors.vllm_weights.checksum = no_checksum
+actors.weights.vllm_receiver.checksum = no_checksum

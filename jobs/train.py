@@ -14,19 +14,19 @@ from jobs.runs import begin, find_start, keep_trying, load_tokenizer, started, s
 from rlhf.algorithms import make_algorithm
 from rlhf.batch import Prompt
 from rlhf.checkpoint import CheckpointStore
+from rlhf.checks.gate import SamplingGate
 from rlhf.config import Config
-from rlhf.data import PromptSet, PromptStream, load_prompts
+from rlhf.data.prompts import PromptSet, PromptStream, load_prompts
 from rlhf.driver import Driver
-from rlhf.engine import resolve_dtype
 from rlhf.errors import DataError
-from rlhf.families import load_model_config
-from rlhf.gate import SamplingGate
+from rlhf.models.families import load_model_config
+from rlhf.planning.shapes import ModelShape
 from rlhf.recipes import validate_model
 from rlhf.resume import describe_run
 from rlhf.rewards import RewardFunctions, load_reward_functions
-from rlhf.shapes import ModelShape
 from rlhf.stream import GroupStream
 from rlhf.tracking import Roofline, Tracker
+from rlhf.training.engine import resolve_dtype
 
 
 def train(config: Config) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from torch import Tensor
 from rlhf.algorithms import Algorithm
 from rlhf.batch import Prompt, TrainBatch
 from rlhf.checkpoint import CheckpointStore, read_state
+from rlhf.checks.gate import DIFFERENCE, SamplingGate, compared_tokens
+from rlhf.checks.nonfinite import SkippedSteps, nonfinite_tensors, take_skip_report
 from rlhf.config import Config
-from rlhf.gate import DIFFERENCE, SamplingGate, compared_tokens
-from rlhf.nonfinite import SkippedSteps, nonfinite_tensors, take_skip_report
 from rlhf.rewards.total import check_abstained, combine
 from rlhf.roles import Critic, Learner, Metrics, Reference, Reward, Rollouts
 from rlhf.stream import Batch, GroupStream, merge_parts, sample_once

@@ -14,7 +14,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from rlhf.config import Config, RewardTrainingConfig, kind_key, require
 from rlhf.errors import ConfigError
-from rlhf.shapes import read_model_config
+from rlhf.planning.shapes import read_model_config
 
 S = TypeVar("S")
 

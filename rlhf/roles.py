@@ -45,7 +45,7 @@ class Trained(Protocol):
     def update(self, batch: TrainBatch, step: int) -> Pending[Metrics]:
         """All epochs and mini-batches of training step ``step``, counted from 0: it seeds their shuffle.
 
-        Optimiser steps whose loss or gradient is not finite are not taken; ``rlhf.nonfinite.skip_report`` tells.
+        Optimiser steps whose loss or gradient is not finite are not taken; ``rlhf.checks.nonfinite.skip_report`` tells.
         """
         ...
 

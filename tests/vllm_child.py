@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from actors.engine_loop import EngineLoop, Request, WorkerSpec, engine_args, worker_env
+from actors.rollouts.engine_loop import EngineLoop, Request, WorkerSpec, engine_args, worker_env
 from rlhf.batch import Prompt, Rollout
-from rlhf.weights import Layout
+from rlhf.training.weights import Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ def run(job: Job) -> list[Rollout]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    import actors.vllm_weights  # noqa: F401
+    import actors.weights.vllm_receiver  # noqa: F401
 
     engine = LLMEngine.from_engine_args(EngineArgs(**engine_args(job.spec)))
     try:

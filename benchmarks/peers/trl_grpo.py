@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lengths import SCHEDULER
-from rlhf.tasks import task_rows
+from rlhf.data.tasks import task_rows
 
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}  # without a launcher
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from rlhf.batch import TrainBatch
 from rlhf.config import Config
 from rlhf.packing import batch_spans
+from rlhf.planning.costs import Peaks, decode_bytes, device_peaks, update_flops, weight_bytes
+from rlhf.planning.shapes import ModelShape
 from rlhf.roles import Metrics
-from rlhf.roofline import Peaks, decode_bytes, device_peaks, update_flops, weight_bytes
-from rlhf.shapes import ModelShape
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,14 @@ from jobs.prepare import prepare_random
 from rlhf.algorithms import make_algorithm
 from rlhf.batch import Prompt, Rollout, TrainBatch, pack
 from rlhf.config import AlgorithmConfig
-from rlhf.data import load_prompts
+from rlhf.data.prompts import load_prompts
 from rlhf.driver import Roles
-from rlhf.engine import Engine
-from rlhf.learner import PolicyLearner, ValueLearner
-from rlhf.models import PolicyModel, load_policy, packed_inputs
-from rlhf.probe import TOLERANCE, check_packing, probe_batch
+from rlhf.models.packed import PolicyModel, load_policy, packed_inputs
+from rlhf.models.probe import TOLERANCE, check_packing, probe_batch
 from rlhf.recipes import load_config
 from rlhf.rewards.total import combine
+from rlhf.training.engine import Engine
+from rlhf.training.learner import PolicyLearner, ValueLearner
 from tests.families import FAMILIES, make_model, small_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

@@ -19,7 +19,7 @@ from jobs.train import make_driver
 from rlhf.batch import TrainBatch
 from rlhf.checkpoint import CheckpointStore
 from rlhf.config import Config
-from rlhf.data import load_prompts
+from rlhf.data.prompts import load_prompts
 from rlhf.driver import Driver
 from rlhf.roles import Metrics
 from rlhf.stream import Batch

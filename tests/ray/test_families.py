@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.engine_loop import WorkerSpec
+from actors.rollouts.engine_loop import WorkerSpec
 from rlhf.batch import Prompt, Rollout, pack
 from rlhf.config import RolloutConfig
-from rlhf.models import PolicyModel, load_policy, packed_inputs
-from rlhf.weights import bucket_layout, bucket_size, pack_bucket, walk_buckets
+from rlhf.models.packed import PolicyModel, load_policy, packed_inputs
+from rlhf.training.weights import bucket_layout, bucket_size, pack_bucket, walk_buckets
 from tests.families import FAMILIES, make_model, small_config
 from tests.vllm_child import Job
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from actors.group import ActorGroup, Deadline
 from actors.learner import CriticActor, LearnerActor
-from actors.roles import LearnerGroup
+from actors.proxies import LearnerGroup
 from rlhf.batch import TrainBatch
 from rlhf.config import Config
 from rlhf.errors import ConfigError

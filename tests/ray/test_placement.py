@@ -9,7 +9,7 @@ from actors.group import RankActor
 from actors.placement import Placement
 from rlhf.config import Config
 from rlhf.errors import PlacementError
-from rlhf.topology import Topology, plan_topology
+from rlhf.planning.topology import Topology, plan_topology
 
 pytestmark = pytest.mark.ray
 

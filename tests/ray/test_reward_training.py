@@ -14,17 +14,17 @@ import ray
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from actors.frozen import RewardModelActor
 from actors.group import ActorGroup, Deadline
 from actors.learner import CriticActor
-from actors.roles import LearnerGroup
+from actors.proxies import LearnerGroup
+from actors.scorers import RewardModelActor
 from benchmarks.common import actor_pids, steps_of
 from jobs.train_reward import train_reward
 from rlhf.batch import Prompt, Rollout
 from rlhf.config import Config, RewardTrainingConfig
-from rlhf.frozen import RewardModel, answer_tokens, last_token_batch
-from rlhf.models import load_scalar
+from rlhf.models.packed import load_scalar
 from rlhf.recipes import load_config
+from rlhf.training.scorer import RewardModel, answer_tokens, last_token_batch
 from tests.ray.chaos import until
 
 pytestmark = pytest.mark.ray

@@ -10,13 +10,13 @@ import ray
 from transformers import AutoTokenizer
 
 from actors.cluster import PROJECT_ROOT, Cluster
-from actors.engine_loop import WorkerSpec, worker_env
 from actors.group import Member, fetch
-from actors.rollout import RolloutActor
+from actors.rollouts.actor import RolloutActor
+from actors.rollouts.engine_loop import WorkerSpec, worker_env
 from jobs.prepare import prepare_tiny
 from rlhf.batch import pack
 from rlhf.config import RolloutConfig
-from rlhf.data import load_prompts
+from rlhf.data.prompts import load_prompts
 from rlhf.errors import ActorError
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]

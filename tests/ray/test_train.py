@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actors.cluster import reward_weights
 from actors.group import ActorGroup, Deadline
-from actors.reward import RewardActor
-from actors.roles import RewardGroup
+from actors.proxies import RewardGroup
+from actors.scorers import RewardActor
 from jobs.train import train
 from rlhf.batch import Prompt, Rollout
 from rlhf.errors import ActorError, CheckpointError, ConfigError, DeadlineError, SamplingError

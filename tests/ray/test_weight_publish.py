@@ -7,18 +7,18 @@ import ray
 import torch
 from transformers import AutoTokenizer
 
-from actors.engine_loop import Request
 from actors.group import Deadline, fetch
-from actors.load_plan import LoadPlan, keeps_weights_as_loaded
-from actors.rollout import RolloutActor
-from actors.weight_sync import SessionTransport
+from actors.rollouts.actor import RolloutActor
+from actors.rollouts.engine_loop import Request
+from actors.weights.load_plan import LoadPlan, keeps_weights_as_loaded
+from actors.weights.publish import SessionTransport
 from rlhf.algorithms import make_algorithm
 from rlhf.batch import Prompt, Rollout, TrainBatch, pack
-from rlhf.data import load_prompts
+from rlhf.data.prompts import load_prompts
 from rlhf.errors import ActorError, UnwrittenWeightsError
-from rlhf.models import load_policy
+from rlhf.models.packed import load_policy
 from rlhf.rewards.total import combine
-from rlhf.weights import Layout, bucket_layout, bucket_size, pack_bucket
+from rlhf.training.weights import Layout, bucket_layout, bucket_size, pack_bucket
 
 pytestmark = pytest.mark.ray
 

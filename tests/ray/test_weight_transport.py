@@ -17,12 +17,12 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from torch import nn
 
 from actors.group import ActorGroup, Deadline, Member, RankActor
-from actors.load_plan import LoadPlan
-from actors.transport import BroadcastReceiver, CalledOffError, Meeting, Session, SharedReceiver
-from actors.weight_sender import WeightSender
-from actors.weight_sync import PublishResult, SessionTransport, publish
+from actors.weights.channel import BroadcastReceiver, CalledOffError, Meeting, Session, SharedReceiver
+from actors.weights.load_plan import LoadPlan
+from actors.weights.publish import PublishResult, SessionTransport, publish
+from actors.weights.sender import WeightSender
 from rlhf.errors import ActorError, DeadlineError, WeightSyncError
-from rlhf.weights import TensorSpec, bucket_size, checksum
+from rlhf.training.weights import TensorSpec, bucket_size, checksum
 
 pytestmark = pytest.mark.ray
 

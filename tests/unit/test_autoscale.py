@@ -1,6 +1,6 @@
 """Scaling decisions from measured loads."""
 
-from rlhf.autoscale import Autoscaler, Decision, StepLoad
+from actors.rollouts.autoscale import Autoscaler, Decision, StepLoad
 from rlhf.config import AutoscaleConfig
 
 WAITING = StepLoad(step_s=10, wait_s=6, busy_worker_s=9, worker_s=10)

@@ -8,7 +8,7 @@ import pytest
 
 from jobs.train import check_rewards
 from rlhf.config import Config
-from rlhf.data import PromptSet, load_prompts
+from rlhf.data.prompts import PromptSet, load_prompts
 from rlhf.errors import DataError
 from rlhf.recipes import load_config
 

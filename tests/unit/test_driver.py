@@ -13,9 +13,9 @@ import pytest
 from rlhf.algorithms import make_algorithm
 from rlhf.batch import Prompt, Rollout, pack
 from rlhf.checkpoint import CheckpointStore
+from rlhf.checks.gate import SamplingGate
 from rlhf.driver import Driver
 from rlhf.errors import RewardError
-from rlhf.gate import SamplingGate
 from rlhf.recipes import load_config
 from rlhf.stream import Batch
 from rlhf.tracking import Tracker

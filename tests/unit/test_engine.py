@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.config import OptimizerConfig
-from rlhf.engine import lr_factor
+from rlhf.training.engine import lr_factor
 
 
 def factors(total: int, **settings: object) -> list[float]:
@@ -35,9 +35,9 @@ def test_lr_factor(settings: dict[str, object], expected: list[float]) -> None:
 ENGINES = """
 import json, sys, torch
 from rlhf.config import LearnerConfig, OptimizerConfig
-from rlhf.engine import Engine, init_distributed
-from rlhf.models import load_policy
-from rlhf.weights import gathered_state_dict
+from rlhf.training.engine import Engine, init_distributed
+from rlhf.models.packed import load_policy
+from rlhf.training.weights import gathered_state_dict
 from benchmarks.bench_learner import ragged_batch
 
 model, out = sys.argv[1], sys.argv[2]

@@ -1,6 +1,6 @@
 """What of the rollout worker can be checked without an engine."""
 
-from actors.engine_loop import Request, request_seed, stamp
+from actors.rollouts.engine_loop import Request, request_seed, stamp
 from rlhf.batch import Prompt
 
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from rlhf.config import LearnerConfig
-from rlhf.engine import deepspeed_config
 from rlhf.errors import ConfigError
+from rlhf.training.engine import deepspeed_config
 
 # A process of its own for every rank; argv is the model. Stage 3 comes last: its context outlives its engines.
 PRELUDE = """
 import math, sys, torch
 import torch.distributed as dist
 from rlhf.config import LearnerConfig, OptimizerConfig
-from rlhf.engine import Engine, init_distributed
-from rlhf.models import load_policy, packed_inputs
-from rlhf.weights import gathered_state_dict
+from rlhf.training.engine import Engine, init_distributed
+from rlhf.models.packed import load_policy, packed_inputs
+from rlhf.training.weights import gathered_state_dict
 from benchmarks.bench_learner import ragged_batch
 
 cpu = torch.device("cpu")

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhf import attention
 from rlhf.batch import TrainBatch
 from rlhf.errors import ConfigError
-from rlhf.models import load_policy, packed_inputs
-from rlhf.probe import check_packing
+from rlhf.models import attention
+from rlhf.models.packed import load_policy, packed_inputs
+from rlhf.models.probe import check_packing
 from tests.families import FAMILIES, REFUSED, make_model, small_config
 
 CPU = torch.device("cpu")

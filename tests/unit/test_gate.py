@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from rlhf.batch import TrainBatch
+from rlhf.checks.gate import DIFFERENCE, SamplingGate, compared_tokens
 from rlhf.config import RolloutConfig, SamplingChecksConfig
-from rlhf.engine import add_stat
 from rlhf.errors import SamplingError
-from rlhf.gate import DIFFERENCE, SamplingGate, compared_tokens
+from rlhf.training.engine import add_stat
 
 NAN = math.nan
 

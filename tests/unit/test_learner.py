@@ -9,7 +9,7 @@ import torch
 
 from rlhf.batch import TrainBatch
 from rlhf.config import AlgorithmConfig
-from rlhf.learner import BatchLearner, PolicyLearner, ValueLearner
+from rlhf.training.learner import BatchLearner, PolicyLearner, ValueLearner
 
 NO_ENGINE: Any = None  # what is computed here needs none
 

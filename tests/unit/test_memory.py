@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from actors.transport import NUM_SLOTS
+from actors.weights.channel import NUM_SLOTS
 from rlhf.config import Config, LearnerConfig, RewardTrainingConfig
 from rlhf.errors import ConfigError
-from rlhf.memory import (
+from rlhf.planning.fit import plan_memory
+from rlhf.planning.memory import (
     CONTEXT_BYTES,
     GIB,
     RING_BUCKETS,
@@ -22,9 +23,8 @@ from rlhf.memory import (
     rollout_memory,
     training_bytes,
 )
-from rlhf.memory_plan import plan_memory
+from rlhf.planning.shapes import ModelShape
 from rlhf.recipes import load_config
-from rlhf.shapes import ModelShape
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 QWEN_05B = {

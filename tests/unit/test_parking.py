@@ -2,7 +2,7 @@
 
 import torch
 
-from rlhf.parking import Parking
+from rlhf.training.parking import Parking
 
 
 def test_views_and_sharing_survive() -> None:

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.roles import JointCall, divide
+from actors.proxies import JointCall, divide
 from benchmarks.bench_learner import ragged_batch
 from rlhf.errors import RewardError
-from rlhf.frozen import FrozenScorer, RewardModel
-from rlhf.models import load_policy
+from rlhf.models.packed import load_policy
+from rlhf.training.scorer import FrozenScorer, RewardModel
 
 
 @given(st.lists(st.integers(), max_size=20), st.integers(1, 6))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from rlhf.shapes import ModelShape, read_shape
+from rlhf.planning.shapes import ModelShape, read_shape
 
 CONFIG: dict[str, Any] = {
     "num_hidden_layers": 3,

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from rlhf.data.tasks import TASKS, make_task, task_rows
 from rlhf.errors import ConfigError
-from rlhf.tasks import TASKS, make_task, task_rows
 
 
 @pytest.mark.parametrize("name", sorted(TASKS))

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from rlhf.config import Config
+from rlhf.planning.topology import Slot, plan_topology
 from rlhf.recipes import load_config
-from rlhf.topology import Slot, plan_topology
 
 ROOT = Path(__file__).resolve().parents[2]
 

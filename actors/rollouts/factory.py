@@ -1,0 +1,78 @@
+"""Where rollout workers come from: a place in the cluster, a process in it, and their end."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from actors.placement import Placement
+from actors.rollouts.actor import RolloutActor
+from actors.rollouts.engine_loop import WorkerSpec
+from rlhf.config import Config
+from rlhf.planning.topology import Slot, Topology, rollout_worker_group
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A worker on its way: its handle, and the call that returns its node's address once its engine is up."""
+
+    handle: Any
+    started: ray.ObjectRef
+
+
+class WorkerFactory:
+    """Launches and ends rollout workers by their number in the pool.
+
+    The workers of the start have the places that the run's topology gave them. Further ones get placement groups of
+    their own, on any node with room; where GPUs are shared they move into a place that has become free.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        topology: Topology,
+        placement: Placement,
+        env: Callable[[Slot], Mapping[str, str]],
+        spec: Callable[[str], WorkerSpec],
+    ) -> None:
+        """``env``: an actor's environment in a slot; ``spec``: what a worker of a kind needs to know."""
+        self._config, self._topology, self._placement = config, topology, placement
+        self._env, self._spec = env, spec
+        self._slots: dict[int, Slot] = {}
+        self._handles: dict[int, Any] = {}
+        self._free = list(topology.slots["rollout"])  # planned places that nobody sits in
+
+    def launch(self, worker: int, kind: str) -> Launch:
+        """Asks for a place and creates the process there; waits for neither."""
+        slot = self._slots[worker] = self._place(worker, kind)
+        options = self._placement.options(slot, self._env(slot))
+        remote = ray.remote(RolloutActor).options(**options, max_concurrency=RolloutActor.concurrent_calls)
+        handle = remote.remote(self._spec(kind))
+        self._handles[worker] = handle
+        return Launch(handle, handle.start.remote())
+
+    def has_place(self, worker: int) -> bool:
+        """Whether the cluster has granted its place; until then it waits for room."""
+        return self._placement.granted(self._slots[worker].group)
+
+    def end(self, worker: int) -> None:
+        """Kills its process, if there still is one, and gives its place back."""
+        ray.kill(self._handles.pop(worker))
+        slot = self._slots.pop(worker)
+        if self._shares_gpus:
+            self._free.append(slot)
+        else:
+            self._placement.release(slot.group)
+
+    @property
+    def _shares_gpus(self) -> bool:
+        return self._config.placement.colocated
+
+    def _place(self, worker: int, kind: str) -> Slot:
+        if self._free:
+            return self._free.pop(0)
+        assert not self._shares_gpus, "a shared GPU has no room for another worker"
+        group, slot = rollout_worker_group(self._config, self._topology.device, worker, kind)
+        self._placement.add(group)
+        return slot

@@ -1,0 +1,292 @@
+"""The rollout pool: an elastic set of vLLM workers behind one stream of groups.
+
+The rules are in ``scheduler``, the processes in ``supervisor``. Here one thread listens to all workers, and the
+driver's calls and that thread take turns under one lock. Only two moments touch the learner: ``publish``, and bringing
+new workers up to date while the driver waits for groups - in both of them it is idle.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from actors.control import RunControl
+from actors.group import Deadline, Member
+from actors.rollouts.autoscale import Autoscaler, LoadMeter
+from actors.rollouts.factory import WorkerFactory
+from actors.rollouts.scheduler import State, Worker
+from actors.rollouts.supervisor import Crew, Work
+from actors.weights.publish import Transport, publish
+from rlhf.batch import Prompt, Rollout
+from rlhf.config import DEFAULT_KIND, Config
+from rlhf.errors import DeadlineError, UnwrittenWeightsError
+
+LISTEN_S = 0.2  # how long the listening thread waits at most before it looks around
+
+
+@dataclass
+class GroupInProgress:
+    """A submitted group and the completions that have come back."""
+
+    prompt: Prompt
+    size: int
+    greedy: bool
+    logprobs: bool
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
+
+
+class RolloutPool:
+    """Implements ``rlhf.roles.Rollouts``."""
+
+    def __init__(
+        self,
+        config: Config,
+        factory: WorkerFactory,
+        control: RunControl,
+        *,
+        shares_gpus: bool,
+        note: Callable[[str], None],
+    ) -> None:
+        """``shares_gpus``: the workers sleep while the learner works. ``note`` tells the user what happens to them."""
+        self._crew = Crew(config, factory, note)
+        self._fleet = self._crew.fleet
+        self._control, self._note, self._timeouts = control, note, config.timeouts
+        self._shares_gpus, self._asleep = shares_gpus, False
+        self._sleepers: set[int] = set()
+        self._transport: Transport | None = None
+        self._groups: dict[int, GroupInProgress] = {}
+        self._finished: dict[int, list[Rollout]] = {}
+        self._load = LoadMeter(on_policy=config.rollout.max_staleness == 0)
+        self._autoscaler = Autoscaler(config.rollout.autoscale) if config.rollout.autoscale else None
+        self._driver_waits = False
+        self._failure: BaseException | None = None
+        self._lock = threading.Condition()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="rollout-pool", daemon=True)
+
+    # Life
+
+    def launch(self) -> None:
+        """Creates the first workers, without waiting for them."""
+        self._crew.launch()
+
+    def await_started(self) -> None:
+        """Waits for the first workers. Raises what kept one from starting."""
+        self._crew.await_started()
+        self._thread.start()
+
+    def connect(self, transport: Transport) -> None:
+        """How weights come from the learner."""
+        self._transport = transport
+
+    def close(self) -> None:
+        """Ends the listening thread and every worker."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._crew.close()
+
+    def members(self) -> list[Member]:
+        """The workers that are up."""
+        with self._lock:
+            return self._crew.members(self._fleet.in_state(State.SYNCING, State.LIVE, State.DRAINING))
+
+    def ask(self, method: str, doing: str) -> list[Any]:
+        """The answers of all workers that are up to a method without arguments; who fails to answer is replaced."""
+        with self._lock:
+            up = self._fleet.in_state(State.SYNCING, State.LIVE)
+            return list(self._crew.call(up, method, doing).values())
+
+    def scale(self, kind: str, num_workers: int, reason: str) -> None:
+        """Changes how many workers of a kind there should be; they come and go in the background."""
+        with self._lock:
+            targets = self._crew.targets
+            if targets[kind] != num_workers:
+                self._note(f"rollout pool: {targets[kind]} -> {num_workers} {kind} worker(s): {reason}")
+                targets[kind] = num_workers
+
+    # Groups
+
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        group_size: int,
+        greedy: bool = False,
+        with_logprobs: Collection[int] = (),
+    ) -> list[int]:
+        """Queues groups; each goes whole to one worker, so that its completions share their prompt's cache."""
+        assert not self._asleep, "a sleeping pool cannot sample; publish wakes it"
+        with self._lock:
+            ids = []
+            for position, prompt in enumerate(prompts):
+                task = self._fleet.enqueue(
+                    prompt_id=prompt.id, prompt_tokens=len(prompt.token_ids), num_samples=group_size
+                )
+                self._groups[task] = GroupInProgress(prompt, group_size, greedy, position in with_logprobs)
+                ids.append(task)
+            self._dispatch()
+        return ids
+
+    def next_groups(self, ids: Collection[int]) -> dict[int, list[Rollout]]:
+        """Waits for the first of these groups, and returns all that have finished by then, in that order. Raises
+        DeadlineError at timeouts.generate_s."""
+        started = time.monotonic()
+        with self._lock:
+            self._driver_waits = True
+            try:
+                while not (found := [i for i in self._finished if i in ids]):
+                    self._raise_failure()
+                    left = started + self._timeouts.generate_s - time.monotonic()
+                    if left <= 0:
+                        raise DeadlineError(
+                            f"rollout pool: no group finished within {self._timeouts.generate_s:g} s "
+                            f"({self._describe()}); raise timeouts.generate_s, or lower rollout.max_completion_tokens"
+                        )
+                    self._lock.wait(left)
+            finally:
+                self._driver_waits = False
+                self._load.waited(time.monotonic() - started)
+            return {i: self._finished.pop(i) for i in found}
+
+    def _dispatch(self) -> None:
+        if self._asleep:
+            return
+        assignments = [*self._fleet.dispatch(), *self._fleet.take_over()]
+        groups = [self._groups[assignment.task] for assignment in assignments]
+        work = [Work(a, g.prompt, g.greedy, g.logprobs) for a, g in zip(assignments, groups, strict=True)]
+        self._crew.send(work)
+
+    def _take(self, task: int, sample: int, rollout: Rollout) -> None:
+        """A completion came back; with the last of its group the group is finished."""
+        group = self._groups[task]
+        group.rollouts[sample] = rollout
+        if len(group.rollouts) == group.size:
+            del self._groups[task]
+            self._finished[task] = [group.rollouts[i] for i in range(group.size)]
+            self._crew.abort(task)
+            self._lock.notify_all()
+
+    # Weights
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Commits the learner's weights as ``version`` on every worker that is up; one that fails is replaced.
+
+        Completions under way stay where they are and go on with the new weights. A draining worker is not kept for
+        that: others do what it has not finished.
+        """
+        started = time.monotonic()
+        with self._lock:
+            self._raise_failure()
+            for worker in self._fleet.in_state(State.DRAINING):
+                self._crew.retire(worker.id)
+            for worker in self._fleet.in_state(State.LIVE):
+                self._fleet.suspend(worker.id)
+            self._fleet.advance(version)
+            self._sync(self._fleet.in_state(State.SYNCING))
+            metrics = self._close_step()
+            self._dispatch()
+        return metrics | {
+            "weight_sync/publish_s": time.monotonic() - started,
+            "weight_sync/version": float(version),
+        }
+
+    def sleep(self) -> None:
+        """Workers that share their GPU with the learner give its memory back until the next ``publish``."""
+        if not self._shares_gpus or self._asleep:
+            return
+        with self._lock:
+            self._asleep = True
+            self._put_to_sleep()
+
+    def _put_to_sleep(self) -> None:
+        """Everybody who is up and awake; also who came up while the others slept."""
+        awake = [w for w in self._fleet.in_state(State.SYNCING, State.LIVE) if w.id not in self._sleepers]
+        self._sleepers |= self._crew.call(awake, "sleep", "going to sleep").keys()
+
+    def _sync(self, workers: Sequence[Worker]) -> None:
+        """Brings workers to the fleet's version; those that confirm the learner's checksums are live from here on."""
+        assert self._transport is not None
+        deadline = Deadline(self._timeouts.publish_s, "timeouts.publish_s")
+        sleepers = [worker for worker in workers if worker.id in self._sleepers]
+        self._crew.call(sleepers, "wake_weights", "waking up")
+        workers = [worker for worker in workers if worker.state is State.SYNCING]
+        result = publish(self._fleet.version, self._transport, self._crew.members(workers), deadline)
+        for member, error in result.failed.items():
+            if isinstance(error, UnwrittenWeightsError):  # of the model, not of the worker: another would fail alike
+                raise error
+            self._crew.fail(member.rank, error)
+        self._crew.call([w for w in sleepers if w.state is State.SYNCING], "wake_cache", "waking up")
+        self._asleep, self._sleepers = False, set()
+        for worker in workers:
+            if worker.state is State.SYNCING:
+                self._crew.admit(worker.id)
+
+    def _close_step(self) -> dict[str, float]:
+        """Judges the load since the last publish, and says what the pool looks like."""
+        load = self._load.close()
+        num_workers = self._crew.targets[DEFAULT_KIND]
+        live = self._fleet.in_state(State.LIVE)
+        if self._autoscaler:
+            settled = sum(worker.kind == DEFAULT_KIND for worker in live) == num_workers
+            if decision := self._autoscaler.judge(load, num_workers=num_workers, settled=settled):
+                self.scale(DEFAULT_KIND, decision.num_workers, decision.reason)
+        return {
+            "pool/live_workers": float(len(live)),
+            "pool/wanted_workers": float(sum(self._crew.targets.values())),
+            "pool/replaced_workers": float(self._crew.num_replaced),
+            "pool/busy_s": load.busy_worker_s / max(1, len(live)),
+            "pool/idle_fraction": load.idle_fraction,
+            "pool/wait_fraction": load.wait_fraction,
+        }
+
+    # The listening thread
+
+    def _listen(self) -> None:
+        try:
+            while not self._closing.is_set():
+                with self._lock:
+                    refs = self._crew.refs()
+                ready = _ended(list(refs))
+                with self._lock:
+                    for ref in ready:
+                        for completion in self._crew.hear(refs[ref], ref):
+                            self._take(*completion)
+                    self._look_around()
+        except BaseException as error:
+            with self._lock:
+                self._failure = error
+                self._lock.notify_all()
+
+    def _look_around(self) -> None:
+        """Keeps the pool at its size, gives out work, and hears what was asked for from outside."""
+        self._load.looked(self._crew.count_time, driver_waits=self._driver_waits)
+        for kind, count in self._control.poll(self._crew.status, dict(self._crew.targets)).items():
+            self.scale(kind, count, "asked for by rlhf scale")
+        self._crew.reconcile(asleep=self._asleep)
+        if self._asleep:
+            self._put_to_sleep()
+        if self._driver_waits and self._fleet.version >= 0 and (joining := self._fleet.in_state(State.SYNCING)):
+            self._sync(joining)
+        self._dispatch()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _describe(self) -> str:
+        states = [str(worker.state) for worker in self._fleet.workers.values() if worker.state is not State.DEAD]
+        counts = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states)) or "none"
+        return f"workers: {counts}; {len(self._fleet.queue)} group(s) queued, {len(self._groups)} unfinished"
+
+
+def _ended(refs: list[ray.ObjectRef]) -> list[ray.ObjectRef]:
+    """Those of the calls that have ended; waits a moment for one."""
+    if not refs:
+        time.sleep(LISTEN_S)
+        return []
+    ready, rest = ray.wait(refs, num_returns=1, timeout=LISTEN_S)
+    return ready + (ray.wait(rest, num_returns=len(rest), timeout=0)[0] if rest and ready else [])

@@ -1,0 +1,288 @@
+"""The processes behind the fleet's workers: started, listened to, replaced and ended. Its user holds the lock."""
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from actors.group import ActorGroup, Deadline, Member, fetch
+from actors.rollouts.actor import Report
+from actors.rollouts.engine_loop import Request
+from actors.rollouts.factory import WorkerFactory
+from actors.rollouts.scheduler import Assignment, Fleet, State, Worker
+from rlhf.batch import Prompt, Rollout
+from rlhf.config import Config
+from rlhf.errors import ActorError, DeadlineError, RlhfError
+
+COLLECT_WAIT_S = 1.0  # how long a worker holds an empty-handed collect call
+MAX_BACKOFF_S = 60.0  # between attempts to start a worker
+PACE_OVER_S = 2.0  # a worker's pace is measured over at least so long
+
+Completion = tuple[int, int, Rollout]  # (task, sample, what came of it)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What to sample, of which prompt, and how."""
+
+    assignment: Assignment
+    prompt: Prompt
+    greedy: bool
+    logprobs: bool
+
+
+@dataclass
+class Process:
+    """One worker's process, and what is under way with it."""
+
+    member: Member
+    starting: ray.ObjectRef | None
+    waiting_since: float  # for what it owes: to start, or to report
+    collecting: ray.ObjectRef | None = None
+    pending: set[ray.ObjectRef] = field(default_factory=set)  # calls that only have to succeed
+    requests: dict[int, set[str]] = field(default_factory=dict)  # by task, the keys of what it has not finished
+    has_lived: bool = False
+    counted_tokens: int = 0
+    counted_s: float = 0.0
+    sample_s: float = 0.0  # running samples x seconds since then
+
+    def refs(self) -> list[ray.ObjectRef]:
+        """The calls in flight."""
+        return [*filter(None, (self.starting, self.collecting)), *self.pending]
+
+
+class Crew:
+    """A fleet with processes."""
+
+    def __init__(self, config: Config, factory: WorkerFactory, note: Callable[[str], None]) -> None:
+        """``note`` tells the user what happens to workers."""
+        self._factory, self._note, self._timeouts = factory, note, config.timeouts
+        self._settings = config.rollout
+        self.fleet = Fleet(expected_completion_tokens=config.rollout.max_completion_tokens)
+        self.targets = {kind: settings.num_workers for kind, (settings, _) in config.rollout.kinds().items()}
+        self.num_replaced = 0
+        self._processes: dict[int, Process] = {}
+        self._attempts = itertools.count()
+        self._start_failures, self._backoff_until = 0, 0.0
+
+    # Coming and going
+
+    def launch(self) -> None:
+        """Creates the first workers, without waiting for them."""
+        for kind, count in self.targets.items():
+            for _ in range(count):
+                self._spawn(kind)
+
+    def await_started(self) -> None:
+        """Waits for the first workers. Raises what kept one from starting: now it is the user's to mend."""
+        ends = time.monotonic() + self._timeouts.start_s
+        for worker_id, process in list(self._processes.items()):
+            assert process.starting is not None
+            ready, _ = ray.wait([process.starting], timeout=max(0.0, ends - time.monotonic()))
+            if not ready:
+                raise DeadlineError(
+                    f"{process.member}: not up after {self._timeouts.start_s:g} s; raise timeouts.start_s if that is "
+                    "normal"
+                )
+            self._started(worker_id)
+
+    def reconcile(self, *, asleep: bool) -> None:
+        """Ends what is over or silent, and starts or drains workers until there are as many of a kind as wanted.
+
+        ``asleep``: nobody is expected to make progress, and what a new one would need belongs to the learner now.
+        """
+        self.fleet.forget_dead()
+        for worker_id in self.fleet.emptied():
+            self._end(worker_id)
+        if not asleep:
+            self._replace_silent()
+        order = {State.STARTING: 0, State.SYNCING: 1, State.LIVE: 2}  # those that do not serve yet go first
+        for kind, target in self.targets.items():
+            active = self.fleet.active(kind)
+            if not asleep and time.monotonic() >= self._backoff_until:
+                for _ in range(target - len(active)):
+                    self._spawn(kind)
+            by_use = sorted(active, key=lambda w: (order[w.state], self.fleet.outstanding_tokens(w), -w.id))
+            for worker in by_use[: max(0, len(active) - target)]:
+                self.fleet.drain(worker.id)
+                if worker.state is State.DEAD:
+                    self._end(worker.id)
+
+    def fail(self, worker_id: int, error: BaseException) -> None:
+        """Quarantines a worker: its work goes back to the queue, its process ends, another will be started.
+
+        Raises ActorError when too many in a row have failed before they could serve, or while they had the same group.
+        """
+        process = self._processes[worker_id]
+        self._note(f"rollout pool: replacing a worker: {str(error).splitlines()[0]}")
+        self.num_replaced += 1
+        suspect = self.fleet.fail(worker_id)
+        if not process.has_lived:
+            self._start_failures += 1
+            self._backoff_until = time.monotonic() + min(MAX_BACKOFF_S, 2.0**self._start_failures)
+        self._end(worker_id)
+        self.fleet.bury(worker_id)
+        limit, when = self._settings.max_failures, None
+        if self._start_failures >= limit:
+            when = "before they could serve"
+        elif suspect is not None and suspect.losses >= limit:
+            when = f"while they sampled prompt {suspect.prompt_id}"
+        if when:
+            raise ActorError(
+                f"rollout pool: {limit} workers in a row failed {when} (rollout.max_failures); the last: {error}"
+            )
+
+    def retire(self, worker_id: int) -> None:
+        """Ends a healthy worker; others do its unfinished work."""
+        self.fleet.retire(worker_id)
+        self._end(worker_id)
+
+    def admit(self, worker_id: int) -> None:
+        """It has the fleet's weights: it serves from here on."""
+        self.fleet.admit(worker_id, self.fleet.version)
+        process = self._processes[worker_id]
+        process.has_lived, process.waiting_since, self._start_failures = True, time.monotonic(), 0
+
+    def close(self) -> None:
+        for worker_id in list(self._processes):
+            self._end(worker_id)
+
+    def _spawn(self, kind: str) -> None:
+        worker = self.fleet.spawn(kind, self._settings.kinds()[kind][0].max_num_seqs)
+        launch = self._factory.launch(worker.id, kind)
+        member = Member(launch.handle, "rollout", worker.id, "?")
+        self._processes[worker.id] = Process(member, launch.started, time.monotonic())
+
+    def _end(self, worker_id: int) -> None:
+        self._factory.end(worker_id)
+        del self._processes[worker_id]
+
+    def _replace_silent(self) -> None:
+        """Workers that have owed an answer for too long are replaced like dead ones."""
+        now = time.monotonic()
+        for worker in self.fleet.in_state(State.STARTING, State.LIVE, State.DRAINING):
+            process = self._processes[worker.id]
+            starting = worker.state is State.STARTING
+            if starting and not self._factory.has_place(worker.id):
+                process.waiting_since = now  # it waits for the cluster to have room, for as long as that takes
+            key = "start_s" if starting else "worker_silence_s"
+            limit_s = getattr(self._timeouts, key)
+            if now - process.waiting_since > limit_s:
+                self.fail(worker.id, DeadlineError(f"{process.member}: silent for {limit_s:g} s (timeouts.{key})"))
+
+    # Calls
+
+    def members(self, workers: Sequence[Worker]) -> list[Member]:
+        return [self._processes[w.id].member for w in workers]
+
+    def call(self, workers: Sequence[Worker], method: str, doing: str) -> dict[int, Any]:
+        """Answers by worker id to a method without arguments; workers that fail to answer are replaced."""
+        deadline = Deadline(self._timeouts.publish_s, "timeouts.publish_s")
+        calls = {
+            w.id: ActorGroup([self._processes[w.id].member]).call(method, deadline=deadline, doing=doing)
+            for w in workers
+        }
+        answers = {}
+        for worker_id, call in calls.items():
+            try:
+                (answers[worker_id],) = call.result()
+            except RlhfError as error:
+                self.fail(worker_id, error)
+        return answers
+
+    def send(self, work: Sequence[Work]) -> None:
+        """Submits samples to their workers, without waiting: one call for all that goes to a worker, or its first
+        groups would be half done when the last ones come."""
+        requests: dict[int, list[Request]] = {}
+        for part in work:
+            task, worker_id = part.assignment.task, part.assignment.worker
+            for sample in part.assignment.samples:
+                key = f"{task}.{sample}.{next(self._attempts)}"
+                self._processes[worker_id].requests.setdefault(task, set()).add(key)
+                request = Request(key, part.prompt, sample, part.greedy, part.logprobs)
+                requests.setdefault(worker_id, []).append(request)
+        for worker_id, batch in requests.items():
+            process = self._processes[worker_id]
+            process.pending.add(process.member.handle.submit.remote(batch))
+
+    def abort(self, task: int) -> None:
+        """Whoever is still sampling a finished task may stop."""
+        for process in self._processes.values():
+            if keys := process.requests.pop(task, None):
+                process.pending.add(process.member.handle.abort.remote(list(keys)))
+
+    # Listening
+
+    def refs(self) -> dict[ray.ObjectRef, int]:
+        """Every call in flight and the worker it went to."""
+        return {ref: worker_id for worker_id, process in self._processes.items() for ref in process.refs()}
+
+    def hear(self, worker_id: int, ref: ray.ObjectRef) -> list[Completion]:
+        """One call has ended: the completions that it brought, if any."""
+        process = self._processes.get(worker_id)
+        if process is None:  # ended since
+            return []
+        try:
+            if ref == process.starting:
+                self._started(worker_id)
+            elif ref == process.collecting:
+                return self._reported(worker_id, fetch(ref, process.member, "generating"))
+            elif ref in process.pending:
+                process.pending.remove(ref)
+                fetch(ref, process.member, "taking requests")
+        except RlhfError as error:
+            self.fail(worker_id, error)
+        return []
+
+    def _started(self, worker_id: int) -> None:
+        process = self._processes[worker_id]
+        node = fetch(process.starting, process.member, "starting")
+        process.member = Member(process.member.handle, "rollout", worker_id, node)
+        process.starting, process.waiting_since = None, time.monotonic()
+        process.collecting = process.member.handle.collect.remote(COLLECT_WAIT_S)
+        self.fleet.started(worker_id)
+
+    def _reported(self, worker_id: int, report: Report) -> list[Completion]:
+        process, now = self._processes[worker_id], time.monotonic()
+        if report.silent_s < self._timeouts.worker_silence_s:
+            process.waiting_since = now
+        process.collecting = process.member.handle.collect.remote(COLLECT_WAIT_S)
+        completions = []
+        for key, rollout in report.finished:
+            task, sample, _ = map(int, key.split("."))
+            process.requests.get(task, set()).discard(key)
+            if self.fleet.sample_done(task, sample, len(rollout.token_ids)):
+                completions.append((task, sample, rollout))
+        if now - process.counted_s >= PACE_OVER_S:
+            new_tokens = report.generated_tokens - process.counted_tokens
+            if process.sample_s > 0 and new_tokens > 0:
+                self.fleet.measured(worker_id, new_tokens / process.sample_s)
+            process.counted_tokens, process.counted_s, process.sample_s = report.generated_tokens, now, 0.0
+        return completions
+
+    def count_time(self, elapsed_s: float) -> tuple[float, float]:
+        """(seconds with work, seconds) summed over the workers that serve, of the last ``elapsed_s``."""
+        busy_s = 0.0
+        serving = self.fleet.serving()
+        for worker in serving:
+            self._processes[worker.id].sample_s += elapsed_s * self.fleet.outstanding_samples(worker)
+            busy_s += elapsed_s if worker.tasks else 0.0
+        return busy_s, elapsed_s * len(serving)
+
+    def status(self) -> list[dict[str, Any]]:
+        """Each worker's state in words and numbers."""
+        return [
+            {
+                "worker": worker.id,
+                "kind": worker.kind,
+                "state": str(worker.state),
+                "node": self._processes[worker.id].member.node,
+                "version": worker.version,
+                "samples": self.fleet.outstanding_samples(worker),
+            }
+            for worker in self.fleet.workers.values()
+            if worker.id in self._processes
+        ]

@@ -1,0 +1,128 @@
+"""Ray actors that score: the reference policy, the reward model, and reward functions."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from actors.group import RankActor
+from rlhf.batch import Rollout, TrainBatch
+from rlhf.config import Config
+from rlhf.models.packed import load_policy, load_scalar
+from rlhf.rewards import MODEL_NAME, RewardFunctions, Scoring, load_reward_functions
+from rlhf.roles import Scores
+from rlhf.training.engine import local_rank_device, resolve_dtype
+from rlhf.training.scorer import FrozenScorer, RewardModel
+
+
+class ReferenceActor(RankActor):
+    """One replica of the frozen policy."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def start(self) -> None:
+        config, device = self._config, local_rank_device()
+        path = config.reference.path or config.model.path
+        key = "reference.path" if config.reference.path else "model.path"
+        model = load_policy(
+            path,
+            dtype=resolve_dtype(config.model.dtype, device),
+            temperature=config.rollout.temperature,
+            chunk_tokens=config.learner.logits_chunk_tokens,
+            max_tokens=config.max_sequence_tokens,
+            trust_remote_code=config.model.trust_remote_code,
+            key=key,
+        )
+        self._on_shared_gpu = shares_gpu(config, device)
+        self._scorer = FrozenScorer(
+            model,
+            token_budget=config.reference.micro_batch_tokens,
+            device=device,
+            compiled=config.learner.compile,
+            probe_key=f"{key}={path}" if config.checks.probe else None,
+        )
+
+    def score(self, batches: Sequence[TrainBatch]) -> list[Tensor]:
+        scores = self._scorer.score(batches)
+        if self._on_shared_gpu:
+            torch.cuda.empty_cache()
+        return scores
+
+
+class RewardModelActor(RankActor):
+    """One replica of the reward model."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def start(self) -> None:
+        settings, device = self._config.reward.model, local_rank_device()
+        assert settings is not None
+        self._decoder = AutoTokenizer.from_pretrained(self._config.model.path)
+        self._on_shared_gpu = shares_gpu(self._config, device)
+        key = "reward.model.path"
+        torch.manual_seed(self._config.seed)  # a random head is the same in every replica
+        model = load_scalar(
+            settings.path,
+            dtype=resolve_dtype(self._config.model.dtype, device),
+            max_tokens=settings.max_tokens,
+            fresh_head="random" if settings.random_head else "refused",
+            key=key,
+        )
+        self._model = RewardModel(
+            settings.path,
+            model,
+            max_tokens=settings.max_tokens,
+            token_budget=settings.micro_batch_tokens,
+            device=device,
+            date=self._config.data.date,
+            compiled=self._config.learner.compile,
+            probe_key=f"{key}={settings.path}" if self._config.checks.probe else None,
+        )
+
+    def score(self, groups: Sequence[Sequence[Rollout]]) -> list[Scores]:
+        scores = self._model.score(groups, [decode(self._decoder, group) for group in groups])
+        if self._on_shared_gpu:
+            torch.cuda.empty_cache()
+        return [{MODEL_NAME: of_group} for of_group in scores]
+
+
+def shares_gpu(config: Config, device: torch.device) -> bool:
+    """Whether this process leaves torch's cached memory to others when it has done its work."""
+    return device.type == "cuda" and config.placement.colocated
+
+
+class RewardActor(RankActor):
+    """Runs all reward functions on its share of the groups, sync ones in a process beside it.
+
+    Threaded: calls overlap where functions are async.
+    """
+
+    concurrent_calls = 64
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def start(self) -> None:
+        self._decoder = AutoTokenizer.from_pretrained(self._config.model.path)
+        self._functions = RewardFunctions(
+            load_reward_functions(self._config.reward.functions),
+            timeout_s=self._config.reward.function_timeout_s,
+            start_timeout_s=self._config.timeouts.start_s,
+        )
+        self._functions.start()
+
+    def score(self, groups: Sequence[Sequence[Rollout]]) -> list[Scores]:
+        under_way = [self._submit(group) for group in groups]
+        return [scoring.result() for scoring in under_way]
+
+    def _submit(self, group: Sequence[Rollout]) -> Scoring:
+        texts = decode(self._decoder, group) if self._functions.needs_text else None
+        return self._functions.submit([r.prompt for r in group], texts, [r.token_ids for r in group])
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, rollouts: Sequence[Rollout]) -> list[str]:
+    """The completions' text, without special tokens."""
+    return tokenizer.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)

@@ -1,0 +1,1 @@
+"""What a run watches itself for, by the section ``checks`` of its configuration."""

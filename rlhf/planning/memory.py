@@ -1,0 +1,206 @@
+"""How much GPU memory each role takes: arithmetic from its settings and the model's shape.
+
+Weights, gradients and optimiser state follow DeepSpeed's bookkeeping. Activations are counted from the tensors that the
+backward pass of a Llama-shaped layer keeps. Fitted to measurements instead (benchmarks/RESULTS.md): what a compiled
+layer keeps, the engine's and the processes' fixed costs, and the allocator's slack.
+"""
+
+from dataclasses import dataclass
+
+from rlhf.config import LearnerConfig
+from rlhf.planning.shapes import ModelShape
+
+GIB = 2**30
+CONTEXT_BYTES = 0.75 * GIB  # fitted: CUDA context, NCCL and cuBLAS workspaces of one process
+ALLOCATOR_SLACK = 0.08  # fitted: reserved beyond allocated, as a share of what comes and goes
+ENGINE_BYTES = 2.0 * GIB  # fitted: vLLM's activations, inside rollout.gpu_memory_fraction
+CACHE_SLACK = 1.1  # blocks that are not full, and a reserved one
+GRAPH_BYTES = 1.5 * GIB  # fitted: vLLM's CUDA graphs, beyond rollout.gpu_memory_fraction
+ASLEEP_BYTES = 2.0 * GIB  # fitted: what a sleeping vLLM keeps
+RING_BUCKETS = 2  # of a publish: one is filled while the other is sent (NUM_SLOTS of actors.weights.channel)
+REDUCE_BUCKET_ELEMENTS = 5e8  # DeepSpeed's reduce_bucket_size
+LIVE_ELEMENTS = 1e9  # DeepSpeed's stage3_max_live_parameters and sub_group_size
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """Predicted bytes of one rank, by what holds them."""
+
+    weights: float
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    training: float = 0.0  # comes and goes in an optimiser step: activations, LM head, the step's own copies
+    scoring: float = 0.0  # comes and goes in a forward without gradients
+    kv_cache: float = 0.0
+    other: float = CONTEXT_BYTES
+    offloads: bool = False  # its optimiser state waits in host memory between updates
+    float32_gradients: bool = False  # they add up in float32
+
+    @property
+    def allocated(self) -> float:
+        """The most at once in the process's tensors, as torch.cuda.max_memory_allocated counts."""
+        return self.weights + self.gradients + self.optimizer + max(self.training, self.scoring)
+
+    @property
+    def idle(self) -> float:
+        """Between its calls, with the allocator's cache given back."""
+        return self.weights + self.gradients + (0.0 if self.offloads else self.optimizer) + self.kv_cache + self.other
+
+    @property
+    def scores(self) -> float:
+        """While it runs forwards."""
+        return self.idle + (1 + ALLOCATOR_SLACK) * self.scoring
+
+    @property
+    def peak(self) -> float:
+        """The most that it takes from its GPU at any time."""
+        held = self.weights + self.gradients + self.optimizer + self.kv_cache + self.other
+        return held + (1 + ALLOCATOR_SLACK) * max(self.training, self.scoring)
+
+
+def kept_by_layer(shape: ModelShape, *, compiled: bool, element_bytes: int) -> float:
+    """Bytes per token that one layer's forward keeps for its backward.
+
+    Eager: each norm keeps its input in float32, its normalised input and its output; attention keeps queries, keys and
+    values (expanded to all heads), its output and one float32 per head; the MLP keeps gate, activated gate, up and
+    their product. Compiled, a norm's internals, the activated gate and the product are recomputed (fitted: the count of
+    what is then left meets the measured peaks).
+    """
+    h, a, i = shape.hidden_size, shape.attention_size, shape.intermediate_size
+    if compiled:
+        return element_bytes * (2 * h + 4 * a + 3 * i) + 4 * shape.num_heads
+    return 2 * h * (4 + 2 * element_bytes) + element_bytes * (4 * a + 4 * i) + 4 * shape.num_heads
+
+
+def forward_bytes(shape: ModelShape, *, tokens: int, chunk: int, lm_head: bool, element_bytes: int) -> float:
+    """What a forward without gradients makes the allocator reserve: one layer's tensors, and a chunk's logits."""
+    layer = tokens * kept_by_layer(shape, compiled=False, element_bytes=element_bytes)
+    return layer + (min(chunk, tokens) * shape.vocab_size * element_bytes if lm_head else 0.0)
+
+
+def training_bytes(
+    shape: ModelShape,
+    *,
+    tokens: int,
+    chunk: int,
+    lm_head: bool,
+    checkpointing: bool,
+    compiled: bool,
+    element_bytes: int = 2,
+) -> float:
+    """The most at once between the start of a forward and the end of its backward, gradients not counted.
+
+    Kept by all layers (with checkpointing only their inputs), plus the larger of what follows them in backward: the LM
+    head (logits and their gradient of one chunk; its weight's gradient in float32, one product, one cast), or one layer
+    (the MLP's gradients; with checkpointing also what the layer keeps while it is recomputed).
+    """
+    layer = tokens * kept_by_layer(shape, compiled=compiled, element_bytes=element_bytes)
+    mlp_gradients = 3 * tokens * shape.intermediate_size * element_bytes
+    head = 0.0
+    if lm_head:
+        logits = min(chunk, tokens) * shape.vocab_size * element_bytes
+        head = 2 * logits + shape.embedding_parameters * (4 + 2 * element_bytes)
+    ends = tokens * shape.hidden_size * (4 + 4 * element_bytes)  # final norm, and the hidden states that predict
+    if checkpointing:
+        inputs = shape.num_layers * tokens * shape.hidden_size * element_bytes
+        return inputs + ends + max(head, layer + mlp_gradients)
+    return shape.num_layers * layer + ends + max(head, mlp_gradients)
+
+
+def learner_memory(
+    config: LearnerConfig,
+    shape: ModelShape,
+    *,
+    checkpointing: bool,
+    tokens: int | None = None,
+    lm_head: bool = True,
+    element_bytes: int = 2,
+    bucket_bytes: int = 0,
+    offloads: bool = False,
+    float32_gradients: bool = False,
+) -> RoleMemory:
+    """One rank of a model that learns. ``tokens``: of its fullest micro-batch; None: the whole budget.
+
+    ``bucket_bytes``: of the buckets in which it publishes its weights; 0: it does not.
+    Per parameter: weights and gradients of ``element_bytes``, float32 master and two moments (12 bytes); stages 1, 2
+    and 3 spread optimiser state, gradients and weights over the ranks. ZeRO-3 adds the gathered weights in use, every
+    stage but 0 a reduce bucket. ``float32_gradients``: they take 4 bytes; at stage 1 they are one tensor,
+    which needs no bucket.
+    """
+    count, ranks, stage = shape.parameters(lm_head=lm_head), config.num_ranks, config.zero_stage
+    tokens = tokens or config.micro_batch_tokens
+    gathered = min(count, LIVE_ELEMENTS) * element_bytes if stage == 3 else 0.0
+    widened = float32_gradients and element_bytes < 4
+    gradient_bytes = 4 if widened else element_bytes
+    bucket = 0.0 if stage == 0 or (stage == 1 and widened) else REDUCE_BUCKET_ELEMENTS * element_bytes
+    shard = count / ranks if stage > 0 else count
+    # the step turns its shard of the gradients into one float32 tensor, through a flat copy
+    copies = (0 if stage < 3 else 4) if widened else 4 + element_bytes
+    stepping = 0.0 if config.offload_optimizer else copies * min(shard, LIVE_ELEMENTS)
+    chunk = config.logits_chunk_tokens
+    passing = training_bytes(
+        shape,
+        tokens=tokens,
+        chunk=chunk,
+        lm_head=lm_head,
+        checkpointing=checkpointing,
+        compiled=config.compile,
+        element_bytes=element_bytes,
+    )
+    return RoleMemory(
+        weights=count * element_bytes / (ranks if stage == 3 else 1) + gathered,
+        gradients=count * gradient_bytes / (ranks if stage >= 2 else 1) + bucket,
+        optimizer=0.0 if config.offload_optimizer else 12.0 * shard,
+        training=max(passing, stepping),
+        scoring=forward_bytes(shape, tokens=tokens, chunk=chunk, lm_head=lm_head, element_bytes=element_bytes),
+        other=CONTEXT_BYTES + publish_bytes(config, shape, bucket_bytes=bucket_bytes, element_bytes=element_bytes),
+        offloads=offloads,
+        float32_gradients=gradient_bytes == 4,
+    )
+
+
+def publish_bytes(config: LearnerConfig, shape: ModelShape, *, bucket_bytes: int, element_bytes: int = 2) -> int:
+    """What a publish holds on the rank that sends; 0 where ``bucket_bytes`` is 0.
+
+    The ring of buckets, kept from the first publish on. Where the ranks hold shards of the weights, also the whole
+    tensors of one bucket: a tensor that is cut into several buckets is gathered once, so no less than the largest.
+    """
+    if not bucket_bytes:
+        return 0
+    sharded = config.zero_stage == 3 and config.num_ranks > 1
+    gathered = max(bucket_bytes, shape.largest_tensor * element_bytes) if sharded else 0
+    return RING_BUCKETS * bucket_bytes + gathered
+
+
+def frozen_memory(
+    shape: ModelShape, *, tokens: int, chunk: int = 0, lm_head: bool, element_bytes: int = 2
+) -> RoleMemory:
+    """One replica of a model that only scores."""
+    return RoleMemory(
+        weights=shape.parameters(lm_head=lm_head) * element_bytes,
+        scoring=forward_bytes(shape, tokens=tokens, chunk=chunk, lm_head=lm_head, element_bytes=element_bytes),
+    )
+
+
+def rollout_memory(
+    shape: ModelShape,
+    *,
+    budget_bytes: float,
+    tensor_parallel_size: int,
+    element_bytes: int = 2,
+    cache_tokens: int | None = None,
+) -> RoleMemory:
+    """One process of an awake vLLM engine.
+
+    The KV cache is what ``budget_bytes`` leaves, and may come out negative; it is no more than ``cache_tokens`` need.
+    """
+    weights = shape.parameters(lm_head=True) * element_bytes / tensor_parallel_size
+    cache = budget_bytes - weights - ENGINE_BYTES
+    if cache_tokens is not None:
+        cache = min(cache, CACHE_SLACK * cache_tokens * kv_token_bytes(shape, tensor_parallel_size, element_bytes))
+    return RoleMemory(weights=weights, kv_cache=cache, other=ENGINE_BYTES + GRAPH_BYTES)
+
+
+def kv_token_bytes(shape: ModelShape, tensor_parallel_size: int, element_bytes: int = 2) -> float:
+    """Bytes of one token's keys and values on one GPU."""
+    return 2 * shape.num_layers * shape.kv_size * element_bytes / min(tensor_parallel_size, shape.num_kv_heads)

@@ -1,0 +1,388 @@
+"""One DeepSpeed engine, shared by everything that learns: policy, critic and reward model.
+
+It knows how to run micro-batches through a model, take one optimiser step over them, and save and load itself. What the
+loss is comes from outside as a function; the loss is a plain sum whose normaliser was fixed before the first forward,
+so the gradient does not depend on how sequences were packed, into how many micro-batches, or over how many ranks.
+"""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlhf.batch import TrainBatch
+from rlhf.config import LearnerConfig, OptimizerConfig, require
+from rlhf.errors import CheckpointError
+from rlhf.models.packed import PackedInputs, PackedModel, packed_inputs
+from rlhf.models.probe import check_packing
+from rlhf.training.parking import Parking
+from rlhf.training.weights import gathered_state_dict
+
+LossFn = Callable[[Any, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
+"""(model output, its micro-batch on the same device) -> (loss, stats): sums, which simply add up over micro-batches and
+ranks, but for a stat whose name ends in ``_max``, of which the largest is kept. It should not wait for the device:
+below ZeRO-3, whose backward waits anyway, the host then works ahead."""
+
+DUMMY_TOKENS = 2  # a rank without a sequence in some round runs this many tokens at zero weight
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """'auto' is bfloat16 on GPU and float32 on CPU, where bfloat16 is emulated nine times slower."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, name)
+
+
+def init_distributed(device: torch.device, timeout_s: float) -> None:
+    """Joins the process group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe: NCCL on GPU, gloo on CPU."""
+    from datetime import timedelta
+
+    import deepspeed
+    import deepspeed.ops
+
+    if device.type == "cpu":
+        # An op for tensor-parallel inference that nobody here uses; building it takes most of a minute.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(
+        dist_backend="nccl" if device.type == "cuda" else "gloo", verbose=False, timeout=timedelta(seconds=timeout_s)
+    )
+
+
+def deepspeed_config(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """The DeepSpeed JSON for a learner. We own the accumulation boundary: any number of backwards, then one step.
+
+    Raises ConfigError where DeepSpeed cannot add up gradients as asked.
+    """
+    low_precision = dtype == torch.bfloat16
+    float32_sums = low_precision and config.float32_gradients
+    require(
+        not float32_sums or config.can_sum_in_float32,
+        f"{config.KEY}.float32_gradients=true: DeepSpeed cannot with a bfloat16 model, {config.KEY}.zero_stage="
+        f"{config.zero_stage} and offload_optimizer={str(config.offload_optimizer).lower()}; use "
+        "float32_gradients=null, zero_stage=3, or 1 or 2 without offload_optimizer",
+    )
+    offload = {"offload_optimizer": {"device": "cpu", "pin_memory": True}} if config.offload_optimizer else {}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        # immediate_grad_update: at stage 1 no second, bfloat16 copy of float32 gradients waits for the step
+        "bf16": {"enabled": low_precision, "check_grad_overflow": True, "immediate_grad_update": True},
+        # Stage 3 would round buffers to bfloat16 as they are made: rotary frequencies, so every angle would be wrong.
+        "data_types": {"keep_in_fp32_modules": ["*"]} | ({"grad_accum_dtype": "fp32"} if float32_sums else {}),
+        # Stage 1 sends the sums, once a step: in bfloat16 they would be rounded at the very end. Stages 2 and 3 send
+        # each micro-batch's gradient before it is added, in the bfloat16 that it was computed in.
+        **({"communication_data_type": "fp32"} if float32_sums and config.zero_stage == 1 else {}),
+        "gradient_clipping": config.optimizer.max_grad_norm,
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": config.zero_stage,
+            # Prefetching across the end of a no-grad forward leaves parameters in flight, which a later gather refuses.
+            "stage3_prefetch_bucket_size": 0,
+            "stage3_param_persistence_threshold": 0,
+            "contiguous_gradients": True,
+            **offload,
+        },
+    }
+
+
+def make_optimizer(parameters: list[nn.Parameter], config: LearnerConfig) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov & Hutter 2019): torch's fused one; DeepSpeed's CPU one where the state is offloaded."""
+    settings = config.optimizer
+    kwargs: dict[str, Any] = {
+        "lr": settings.learning_rate,
+        "betas": tuple(settings.betas),
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
+    }
+    if config.offload_optimizer:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(parameters, **kwargs)
+    return torch.optim.AdamW(parameters, fused=True, **kwargs)
+
+
+def lr_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
+    """The learning rate's factor at optimiser step ``step`` (from 0): linear warm-up, then the schedule down to 0."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return 1.0
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    return 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+class Engine:
+    """A packed model under DeepSpeed, on this process's one device."""
+
+    def __init__(
+        self,
+        load_model: Callable[[], PackedModel],
+        config: LearnerConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        total_steps: int,
+    ) -> None:
+        """``load_model`` runs under ZeRO-3's partitioning context, so no rank ever holds the whole model.
+
+        ``config``: what it leaves open is off (rlhf.planning.fit decides before).
+        """
+        import deepspeed
+        from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+        self.config, self.device = config, device
+        ds_config = deepspeed_config(config, dtype)
+        ds_config["train_batch_size"] = dist.get_world_size()
+        # transformers looks for this object (weakly held) and then loads shard by shard
+        self._hf_config = HfDeepSpeedConfig(ds_config) if config.zero_stage == 3 else None
+        model = load_model()
+        if config.gradient_checkpointing:
+            model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if config.compile:
+            model.compile_layers()
+        optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], config)
+        schedule: Any = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: lr_factor(step, config.optimizer, total_steps)
+        )
+        self._optimizer, self._parking = optimizer, Parking()
+        self.engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, lr_scheduler=schedule, config=ds_config, dist_init_required=False
+        )
+        # Without ZeRO and bfloat16, DeepSpeed neither keeps a norm nor looks at it: both are done here.
+        self._plain = config.zero_stage == 0 and not self.engine.bfloat16_enabled()
+        self.engine.enable_backward_allreduce = not self._plain
+
+    @property
+    def model(self) -> PackedModel:
+        module = self.engine.module
+        assert isinstance(module, PackedModel)
+        return module
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    def probe(self, *, key: str) -> None:
+        """Raises ConfigError, naming ``key``, where packing would not give the model's own numbers. Collective."""
+        self.engine.eval()
+        check_packing(self.engine, self.model, self.device, key=key)
+        self.release_gathered()
+
+    @torch.no_grad()
+    def forward(
+        self, micro_batches: Sequence[TrainBatch | None], pick: Callable[[Any], Tensor], *, share_prompts: bool = False
+    ) -> list[Tensor]:
+        """``pick(output)`` of each micro-batch, on CPU. None entries run a dummy, so that ranks stay in step.
+
+        ``share_prompts``: as of ``packed_inputs``; the micro-batches were planned for it.
+        """
+        self.engine.eval()
+        outputs = [(batch, pick(self.engine(self._inputs(batch, share_prompts)))) for batch in micro_batches]
+        return [output.cpu() for batch, output in outputs if batch is not None]  # nothing waited for the device before
+
+    def step(
+        self, micro_batches: Sequence[TrainBatch | None], loss_fn: LossFn, *, share_prompts: bool = False
+    ) -> dict[str, float]:
+        """One optimiser step over the micro-batches of all ranks. ``share_prompts``: as of ``forward``.
+
+        Returns the stats summed over micro-batches and ranks, with ``loss``, ``grad_norm`` (before clipping),
+        ``learning_rate`` and ``skipped``. That is 1 where the loss or the gradient is not finite, on any rank: weights,
+        optimiser state and schedule are then as if the micro-batches had never been. Every rank must come with the
+        same number of micro-batches.
+        """
+        self.engine.train()
+        sums: dict[str, Tensor] = {}
+        for batch in micro_batches:
+            output = self.engine(self._inputs(batch, share_prompts))
+            if batch is None:
+                loss, stats = _zero_loss(output), {}
+            else:
+                loss, stats = loss_fn(output, batch.to(self.device))
+                stats = {"loss": loss.detach(), **stats}
+            for name, value in stats.items():
+                add_stat(sums, name, value.detach().float())
+            if batch is not None:
+                loss = loss + _poison(output, sums["loss"])
+            self.engine.backward(loss * self.world_size)  # DeepSpeed averages over ranks; our loss is a sum
+        learning_rate = self.engine.get_lr()[0]
+        taken, norm = self._take_step()
+        totals = {"loss": 0.0, **self._sum_over_ranks(sums)}
+        assert not taken or math.isfinite(totals["loss"]), "a loss that is not finite has poisoned the gradient"
+        return {**totals, "grad_norm": float(norm), "learning_rate": learning_rate, "skipped": float(not taken)}
+
+    def _take_step(self) -> tuple[bool, Any]:
+        """Clips, and steps unless the gradient's norm is not finite. (whether it stepped, the norm or inf), alike on
+        all ranks. DeepSpeed waits for the device to know, so nothing is lost by knowing it here."""
+        if not self._plain:
+            self.engine.step()
+            norm = self.engine.get_global_grad_norm()
+            assert norm is not None, "DeepSpeed keeps the norm wherever ZeRO or bfloat16 is on"
+            return self.engine.was_step_applied(), norm
+        self.engine.buffered_allreduce_fallback()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        if not norm.isfinite():
+            self.engine.zero_grad()
+            return False, norm
+        self.engine.step()
+        return True, norm
+
+    def _inputs(self, batch: TrainBatch | None, share_prompts: bool) -> PackedInputs:
+        batch = _dummy_batch() if batch is None else batch
+        return packed_inputs(batch, self.device, share_prompts=share_prompts)
+
+    def _sum_over_ranks(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        values = torch.stack(list(sums.values())).tolist() if sums else []  # waits for the device once
+        own = dict(zip(sums, values, strict=True))
+        if self.world_size == 1:
+            return own
+        gathered: list[dict[str, float] | None] = [None] * self.world_size
+        dist.all_gather_object(gathered, own)
+        totals: dict[str, float] = {}
+        for part in gathered:
+            for name, value in (part or {}).items():
+                add_stat(totals, name, value)
+        return totals
+
+    def release_gathered(self) -> None:
+        """Returns every parameter to its partition, so that a gather may follow a forward."""
+        if self.config.zero_stage == 3:
+            self.engine.empty_partition_cache()
+
+    def park_optimizer(self) -> None:
+        """Moves the optimiser's state to host memory. Scoring, gathering and saving still work."""
+        if not self._parking.parked:
+            self.release_gathered()
+            self._parking.park(self._optimizer_tensors())
+
+    def unpark_optimizer(self) -> None:
+        """Brings it back; the next ``step`` or ``load`` needs it."""
+        self._parking.unpark()
+
+    def _optimizer_tensors(self) -> list[Tensor]:
+        """float32 master weights and moments on this device; not what is at the same time a weight of the model."""
+        zero = self.engine.optimizer
+        masters = getattr(zero, "fp32_partitioned_groups_flat", None)  # stage 3
+        masters = masters or getattr(zero, "single_partition_of_fp32_groups", None)  # stages 1 and 2
+        masters = masters or getattr(zero, "fp32_groups_flat_partition", None)  # stage 1 with float32 gradients
+        tensors = [*(masters or ())]
+        for master, state in self._optimizer.state.items():
+            tensors += [master, *(value for value in state.values() if isinstance(value, Tensor) and value.dim())]
+        own = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
+        distinct = {id(tensor): tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in own}
+        return [tensor for tensor in distinct.values() if tensor.device.type == self.device.type]
+
+    def save(self, directory: str) -> None:
+        """Writes weights, optimiser, scheduler and RNG of this rank; all ranks call it."""
+        self.release_gathered()
+        with self._parking.readable():
+            self.engine.save_checkpoint(directory, tag="engine", client_state={"rng": torch.get_rng_state()})
+
+    def load(self, directory: str) -> None:
+        """Reads what ``save`` wrote. Raises CheckpointError where it does not fit.
+
+        Learning rate, its schedule, weight decay and the gradient clip are this engine's own; DeepSpeed brings back
+        those of the engine that saved.
+        """
+        if not Path(directory, "engine").is_dir():
+            raise CheckpointError(f"{directory}: holds no engine checkpoint; delete it or set checkpoint.resume=none")
+        try:
+            _, client_state = self.engine.load_checkpoint(directory, tag="engine")
+        except Exception as error:  # DeepSpeed raises whatever its loader met
+            raise CheckpointError(
+                f"{directory}: does not load into {self.world_size} ranks at learner.zero_stage="
+                f"{self.config.zero_stage} ({type(error).__name__}: {' '.join(str(error).split())[:200]}); "
+                "resume with the learner.num_ranks, zero_stage, model.dtype and kind of device that wrote it"
+            ) from error
+        assert client_state is not None
+        torch.set_rng_state(client_state["rng"])
+        self._apply_settings()
+
+    def _apply_settings(self) -> None:
+        """What may differ from the run that wrote the checkpoint; where nothing does, this changes no bit."""
+        settings = self.config.optimizer
+        schedule: Any = self.engine.lr_scheduler
+        wrapper: Any = self.engine.optimizer  # of ZeRO or bfloat16: its groups are those of the optimizer inside
+        schedule.base_lrs = [settings.learning_rate] * len(self._optimizer.param_groups)
+        schedule._last_lr = [settings.learning_rate * factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
+        for group, rate in zip(self._optimizer.param_groups, schedule._last_lr, strict=True):
+            group |= {
+                "lr": rate,
+                "initial_lr": settings.learning_rate,
+                "weight_decay": settings.weight_decay,
+            }
+        if hasattr(wrapper, "clip_grad"):
+            wrapper.clip_grad = settings.max_grad_norm
+
+    def save_model(self, directory: str) -> None:
+        """Writes a Hugging Face directory (rank 0 writes; all ranks call it)."""
+        self.release_gathered()
+        state = gathered_state_dict(self.model)
+        if self.rank == 0:
+            with self.model.original_config():
+                self.model.lm.save_pretrained(directory, state_dict=state, safe_serialization=True)
+        dist.barrier()
+
+
+def is_maximum(name: str) -> bool:
+    """Whether the parts of a stat are not added up: of these the largest is kept."""
+    return name.endswith("_max")
+
+
+def add_stat(stats: dict[str, Any], name: str, value: Any) -> None:
+    """Joins a part of a stat (a number, or a 0-dim tensor) with those before it; NaN stays NaN."""
+    if name not in stats:
+        stats[name] = value
+    elif is_maximum(name):
+        stats[name] = torch.maximum(torch.as_tensor(stats[name]), torch.as_tensor(value))
+        if not isinstance(value, Tensor):
+            stats[name] = stats[name].item()
+    else:
+        stats[name] = stats[name] + value
+
+
+def _dummy_batch() -> TrainBatch:
+    one = torch.ones(1, dtype=torch.long)
+    return TrainBatch(
+        tokens=torch.zeros(DUMMY_TOKENS, dtype=torch.long),
+        prompt_lengths=one,
+        completion_lengths=one,
+        truncated=torch.zeros(1, dtype=torch.bool),
+        versions=torch.zeros(1, dtype=torch.int32),
+    )
+
+
+def _zero_loss(output: Any) -> Tensor:
+    """Zero, but through the whole graph: every rank must run the same backward collectives."""
+    tensor = output[0] if isinstance(output, tuple) else output
+    return tensor.sum() * 0.0
+
+
+def _poison(output: Any, loss: Tensor) -> Tensor:
+    """A part of the loss with no gradient where ``loss`` is finite. Else its gradient is NaN in everything that the
+    model gave, and DeepSpeed, which looks at the gradient's norm over all ranks, does not step. Does not wait."""
+    return _zero_loss(output) * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
+
+
+def local_rank_device() -> torch.device:
+    """The one device this process may use: its single visible GPU, or the CPU."""
+    if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu":
+        visible = torch.cuda.device_count()
+        assert visible == 1, f"a rank must see exactly one GPU, this one sees {visible}"
+        return torch.device("cuda", 0)
+    return torch.device("cpu")
+
+
+def device_bytes(device: torch.device) -> int:
+    """Memory of a GPU; 0 for the CPU, where nothing is planned."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0

@@ -1,0 +1,177 @@
+"""The learner's weights, whole, a bounded bucket at a time; and checksums that prove they arrived.
+
+ZeRO-3 keeps a shard of every parameter on every rank. A gather is collective: all ranks walk the same parameters in the
+same order, and only the bucket in hand exists whole.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+if TYPE_CHECKING:  # vLLM's processes read this module too, and have no use for transformers
+    from rlhf.models.packed import PackedModel
+
+MODEL_PREFIX = "lm."  # PackedModel's attribute; not part of a Hugging Face name
+ALIGNMENT = 16  # bytes, of every tensor in a bucket: enough for any dtype
+_CHECKSUM_PERIOD = 8191  # prime, so that the checksum's factors do not align with power-of-two layouts
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Rows of a tensor (mostly all of them) and their place in a bucket: raw bytes ``[offset, offset + num_bytes)``."""
+
+    name: str
+    dtype: str  # torch's name without the prefix, e.g. 'bfloat16'
+    shape: tuple[int, ...]  # of the rows in this bucket
+    full_shape: tuple[int, ...]  # of the tensor
+    first_row: int  # of the tensor's dimension 0
+    offset: int
+    num_bytes: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.shape == self.full_shape
+
+
+Layout = list[tuple[TensorSpec, ...]]
+"""What lies where in which bucket."""
+
+
+def named_parameters(model: "PackedModel") -> list[tuple[str, nn.Parameter]]:
+    """Every distinct parameter with its Hugging Face name, in a fixed order; tied weights appear once."""
+    return [(name.removeprefix(MODEL_PREFIX), p) for name, p in model.named_parameters()]
+
+
+def bucket_layout(model: "PackedModel", bucket_bytes: int) -> Layout:
+    """Fills every bucket: a tensor that does not fit what is left is cut by rows and goes on in the next.
+
+    No bucket exceeds ``bucket_bytes`` unless a single row does.
+    """
+    bucket_bytes -= bucket_bytes % ALIGNMENT
+    layout: Layout = []
+    current: list[TensorSpec] = []
+    used = 0
+    for name, parameter in named_parameters(model):
+        full_shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        num_rows = full_shape[0] if full_shape else 1
+        row_bytes = torch.Size(full_shape[1:]).numel() * parameter.element_size()
+        first_row = 0
+        while first_row < num_rows:
+            fitting = (bucket_bytes - used) // row_bytes
+            if fitting <= 0 and current:
+                layout.append(tuple(current))
+                current, used = [], 0
+                continue
+            rows = min(max(1, fitting), num_rows - first_row)
+            shape = (rows, *full_shape[1:]) if full_shape else ()
+            current.append(TensorSpec(name, dtype, shape, full_shape, first_row, used, rows * row_bytes))
+            used = _aligned(used + rows * row_bytes)
+            first_row += rows
+    layout.append(tuple(current))
+    return layout
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def bucket_size(specs: Sequence[TensorSpec]) -> int:
+    """Bytes of a bucket, padding included."""
+    return _aligned(max(spec.offset + spec.num_bytes for spec in specs))
+
+
+def view_bucket(data: Tensor, spec: TensorSpec) -> Tensor:
+    """The rows that ``spec`` describes, as a view into the bucket's bytes (uint8)."""
+    raw = data[spec.offset : spec.offset + spec.num_bytes]
+    return raw.view(getattr(torch, spec.dtype)).view(spec.shape)
+
+
+@torch.no_grad()
+def gather(parameter: nn.Parameter) -> Tensor:
+    """The whole parameter, to read only: its own memory where this rank holds all of it. Collective under ZeRO-3.
+
+    DeepSpeed's GatheredParameters would do, but synchronises the whole device for every gather, and refuses parameters
+    that a forward has left gathered. The shards are the truth at any time.
+    """
+    shard = getattr(parameter, "ds_tensor", None)
+    if shard is None:
+        return parameter.data
+    sharded: Any = parameter
+    flat, num_ranks = shard.data, dist.get_world_size(sharded.ds_process_group)
+    if num_ranks > 1:
+        flat = torch.empty(num_ranks * shard.numel(), dtype=shard.dtype, device=shard.device)
+        dist.all_gather_into_tensor(flat, shard.data, group=sharded.ds_process_group)
+    return flat[: sharded.ds_numel].view(sharded.ds_shape)
+
+
+def walk_buckets(model: "PackedModel", layout: Layout) -> Iterator[tuple[tuple[TensorSpec, ...], list[Tensor]]]:
+    """Yields each bucket's specs with the rows that they describe. Collective under ZeRO-3, to the last bucket.
+
+    The tensors are to be read only, and until the next step: then their memory is given up.
+    """
+    parameters = dict(named_parameters(model))
+    name, whole = "", torch.empty(0)  # a tensor that was cut goes on in the next bucket: gathered once
+    for specs in layout:
+        pieces = []
+        for spec in specs:
+            if spec.name != name:
+                name, whole = spec.name, gather(parameters[spec.name])
+            pieces.append(whole if spec.is_whole else whole.narrow(0, spec.first_row, spec.shape[0]))
+        yield specs, pieces
+        pieces.clear()  # the caller's variable still refers to the list
+
+
+@torch.no_grad()
+def pack_bucket(specs: Sequence[TensorSpec], pieces: Sequence[Tensor], data: Tensor) -> Tensor:
+    """Copies a bucket's tensors into ``data``'s first bytes (uint8), padding zeroed; returns those bytes."""
+    for spec, piece in zip(specs, pieces, strict=True):
+        view_bucket(data, spec).copy_(piece)
+        end = spec.offset + spec.num_bytes
+        if end % ALIGNMENT:
+            data[end : _aligned(end)].zero_()
+    return data[: bucket_size(specs)]
+
+
+def checksum(data: Tensor) -> Tensor:
+    """A position-sensitive 64-bit sum of a bucket's bytes: int64 [], on their device, without waiting for it.
+
+    The bytes are read as int64 words ``w_i``; the sum is ``sum w_i * (1 + 2 (i mod 8191))``, wrapping. The factors are
+    odd, so any change of one word shows. It notices lost, stale, changed and swapped words; it is no cryptographic
+    hash.
+    """
+    words = (torch.nn.functional.pad(data, (0, -len(data) % 8)) if len(data) % 8 else data).view(torch.int64)
+    factors = _factors(data.device)
+    rows = len(words) // _CHECKSUM_PERIOD
+    body, tail = words[: rows * _CHECKSUM_PERIOD], words[rows * _CHECKSUM_PERIOD :]
+    columns = body.view(rows, _CHECKSUM_PERIOD).sum(0)
+    columns[: len(tail)] += tail
+    return (columns * factors).sum()
+
+
+@functools.cache
+def _factors(device: torch.device) -> Tensor:
+    return torch.arange(1, 2 * _CHECKSUM_PERIOD, 2, device=device)
+
+
+def gathered_state_dict(model: "PackedModel") -> dict[str, Tensor] | None:
+    """The whole model on rank 0's CPU, by Hugging Face name, tied weights under each of their names; None elsewhere."""
+    rank0 = not dist.is_initialized() or dist.get_rank() == 0
+    state: dict[str, Tensor] = {}
+    for name, parameter in named_parameters(model):
+        whole = gather(parameter)
+        if rank0:
+            state[name] = whole.to("cpu", copy=True)
+    if not rank0:
+        return None
+    first_name: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        short = name.removeprefix(MODEL_PREFIX)
+        owner = first_name.setdefault(id(parameter), short)
+        state.setdefault(short, state[owner])
+    return state
