@@ -18,7 +18,7 @@ def control_name(run: str) -> str:
 
 
 class ControlActor:
-    """A letter box: `rlhf scale` puts wishes in, the run's pool takes them out and leaves its state."""
+    """A mailbox: `rlhf scale` puts wishes in, the run's pool takes them out and leaves its state."""
 
     def __init__(self, wanted: dict[str, int]) -> None:
         self._wanted, self._changed = dict(wanted), False
@@ -43,7 +43,7 @@ class ControlActor:
 
 
 class RunControl:
-    """The run's end of the letter box. Raises ConfigError where a run of this name is on the cluster already."""
+    """The run's end of the mailbox. Raises ConfigError where a run of this name is on the cluster already."""
 
     def __init__(self, run: str, wanted: dict[str, int]) -> None:
         # beside the driver, with which it lives and dies: other nodes may leave

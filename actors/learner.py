@@ -9,8 +9,8 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from actors.group import RankActor
-from actors.weights.channel import Meeting
-from actors.weights.sender import Way, WeightSender
+from actors.weights.channel import Rendezvous
+from actors.weights.sender import Route, WeightSender
 from rlhf.batch import TrainBatch
 from rlhf.config import LearnerConfig
 from rlhf.models.packed import PackedModel, load_policy, load_scalar
@@ -180,12 +180,12 @@ class LearnerActor(EngineActor):
     def weight_layout(self) -> Layout:
         return self._sender.layout
 
-    def host_meetings(self, timeout_s: float) -> int:
+    def host_rendezvous(self, timeout_s: float) -> int:
         """As WeightSender's, on this node."""
-        return self._sender.host_meetings(self.node(), timeout_s)
+        return self._sender.host_rendezvous(self.node(), timeout_s)
 
-    def join_weights(self, meeting: Meeting, way: Way, timeout_s: float) -> tuple[str, bytes]:
-        return self._sender.join(meeting, way, timeout_s)
+    def join_weights(self, rendezvous: Rendezvous, route: Route, timeout_s: float) -> tuple[str, bytes]:
+        return self._sender.join(rendezvous, route, timeout_s)
 
     def send_weights(self, timeout_s: float) -> list[int]:
         return self._sender.send(timeout_s)

@@ -10,7 +10,7 @@ import ray
 
 from actors.group import RankActor
 from actors.rollouts.engine_loop import EngineLoop, Request, WorkerSpec
-from actors.weights.channel import CalledOffError
+from actors.weights.channel import TransferAbortedError
 from rlhf.batch import Rollout
 from rlhf.errors import UnwrittenWeightsError
 from rlhf.training.weights import TensorSpec
@@ -76,7 +76,7 @@ class RolloutActor(RankActor):
         return self._loop.call(begin)
 
     def join_weights(self, info: dict[str, Any]) -> None:
-        """Joins a session with the learner (vllm_weights.InitInfo). Raises CalledOffError."""
+        """Joins a session with the learner (vllm_weights.InitInfo). Raises TransferAbortedError."""
         self._rpc("init_weight_transfer_engine", info)
         self._received()
 
@@ -85,7 +85,7 @@ class RolloutActor(RankActor):
     ) -> list[list[int]]:
         """Loads what the session's sender sends, or ``buckets`` from the object store, one after the other.
 
-        Returns every engine process's checksums of the buckets, in order. Raises CalledOffError.
+        Returns every engine process's checksums of the buckets, in order. Raises TransferAbortedError.
         """
         if buckets is None:
             self._rpc("update_weights", {"timeout_s": timeout_s})
@@ -96,9 +96,9 @@ class RolloutActor(RankActor):
 
     def _received(self) -> list[list[int]]:
         received = self._rpc("received_weights")
-        for _, called_off in received:
-            if called_off:
-                raise CalledOffError(called_off)
+        for _, aborted in received:
+            if aborted:
+                raise TransferAbortedError(aborted)
         return [sums for sums, _ in received]
 
     def finish_update(self) -> None:

@@ -18,7 +18,7 @@ from actors.group import Deadline, Member
 from actors.rollouts.autoscale import Autoscaler, LoadMeter
 from actors.rollouts.factory import WorkerFactory
 from actors.rollouts.scheduler import State, Worker
-from actors.rollouts.supervisor import Crew, Work
+from actors.rollouts.supervisor import Supervisor, Work
 from actors.weights.publish import Transport, publish
 from rlhf.batch import Prompt, Rollout
 from rlhf.config import DEFAULT_KIND, Config
@@ -51,8 +51,8 @@ class RolloutPool:
         note: Callable[[str], None],
     ) -> None:
         """``shares_gpus``: the workers sleep while the learner works. ``note`` tells the user what happens to them."""
-        self._crew = Crew(config, factory, note)
-        self._fleet = self._crew.fleet
+        self._supervisor = Supervisor(config, factory, note)
+        self._scheduler = self._supervisor.scheduler
         self._control, self._note, self._timeouts = control, note, config.timeouts
         self._shares_gpus, self._asleep = shares_gpus, False
         self._sleepers: set[int] = set()
@@ -71,11 +71,11 @@ class RolloutPool:
 
     def launch(self) -> None:
         """Creates the first workers, without waiting for them."""
-        self._crew.launch()
+        self._supervisor.launch()
 
     def await_started(self) -> None:
         """Waits for the first workers. Raises what kept one from starting."""
-        self._crew.await_started()
+        self._supervisor.await_started()
         self._thread.start()
 
     def connect(self, transport: Transport) -> None:
@@ -87,23 +87,23 @@ class RolloutPool:
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._crew.close()
+        self._supervisor.close()
 
     def members(self) -> list[Member]:
         """The workers that are up."""
         with self._lock:
-            return self._crew.members(self._fleet.in_state(State.SYNCING, State.LIVE, State.DRAINING))
+            return self._supervisor.members(self._scheduler.in_state(State.SYNCING, State.LIVE, State.DRAINING))
 
     def ask(self, method: str, doing: str) -> list[Any]:
         """The answers of all workers that are up to a method without arguments; who fails to answer is replaced."""
         with self._lock:
-            up = self._fleet.in_state(State.SYNCING, State.LIVE)
-            return list(self._crew.call(up, method, doing).values())
+            up = self._scheduler.in_state(State.SYNCING, State.LIVE)
+            return list(self._supervisor.call(up, method, doing).values())
 
     def scale(self, kind: str, num_workers: int, reason: str) -> None:
         """Changes how many workers of a kind there should be; they come and go in the background."""
         with self._lock:
-            targets = self._crew.targets
+            targets = self._supervisor.targets
             if targets[kind] != num_workers:
                 self._note(f"rollout pool: {targets[kind]} -> {num_workers} {kind} worker(s): {reason}")
                 targets[kind] = num_workers
@@ -123,11 +123,11 @@ class RolloutPool:
         with self._lock:
             ids = []
             for position, prompt in enumerate(prompts):
-                task = self._fleet.enqueue(
+                group_id = self._scheduler.enqueue(
                     prompt_id=prompt.id, prompt_tokens=len(prompt.token_ids), num_samples=group_size
                 )
-                self._groups[task] = GroupInProgress(prompt, group_size, greedy, position in with_logprobs)
-                ids.append(task)
+                self._groups[group_id] = GroupInProgress(prompt, group_size, greedy, position in with_logprobs)
+                ids.append(group_id)
             self._dispatch()
         return ids
 
@@ -155,19 +155,19 @@ class RolloutPool:
     def _dispatch(self) -> None:
         if self._asleep:
             return
-        assignments = [*self._fleet.dispatch(), *self._fleet.take_over()]
-        groups = [self._groups[assignment.task] for assignment in assignments]
+        assignments = [*self._scheduler.dispatch(), *self._scheduler.take_over()]
+        groups = [self._groups[assignment.group] for assignment in assignments]
         work = [Work(a, g.prompt, g.greedy, g.logprobs) for a, g in zip(assignments, groups, strict=True)]
-        self._crew.send(work)
+        self._supervisor.send(work)
 
-    def _take(self, task: int, sample: int, rollout: Rollout) -> None:
+    def _take(self, group_id: int, sample: int, rollout: Rollout) -> None:
         """A completion came back; with the last of its group the group is finished."""
-        group = self._groups[task]
+        group = self._groups[group_id]
         group.rollouts[sample] = rollout
         if len(group.rollouts) == group.size:
-            del self._groups[task]
-            self._finished[task] = [group.rollouts[i] for i in range(group.size)]
-            self._crew.abort(task)
+            del self._groups[group_id]
+            self._finished[group_id] = [group.rollouts[i] for i in range(group.size)]
+            self._supervisor.abort(group_id)
             self._lock.notify_all()
 
     # Weights
@@ -181,12 +181,12 @@ class RolloutPool:
         started = time.monotonic()
         with self._lock:
             self._raise_failure()
-            for worker in self._fleet.in_state(State.DRAINING):
-                self._crew.retire(worker.id)
-            for worker in self._fleet.in_state(State.LIVE):
-                self._fleet.suspend(worker.id)
-            self._fleet.advance(version)
-            self._sync(self._fleet.in_state(State.SYNCING))
+            for worker in self._scheduler.in_state(State.DRAINING):
+                self._supervisor.retire(worker.id)
+            for worker in self._scheduler.in_state(State.LIVE):
+                self._scheduler.suspend(worker.id)
+            self._scheduler.advance(version)
+            self._sync(self._scheduler.in_state(State.SYNCING))
             metrics = self._close_step()
             self._dispatch()
         return metrics | {
@@ -204,40 +204,40 @@ class RolloutPool:
 
     def _put_to_sleep(self) -> None:
         """Everybody who is up and awake; also who came up while the others slept."""
-        awake = [w for w in self._fleet.in_state(State.SYNCING, State.LIVE) if w.id not in self._sleepers]
-        self._sleepers |= self._crew.call(awake, "sleep", "going to sleep").keys()
+        awake = [w for w in self._scheduler.in_state(State.SYNCING, State.LIVE) if w.id not in self._sleepers]
+        self._sleepers |= self._supervisor.call(awake, "sleep", "going to sleep").keys()
 
     def _sync(self, workers: Sequence[Worker]) -> None:
-        """Brings workers to the fleet's version; those that confirm the learner's checksums are live from here on."""
+        """Brings workers to the pool's version; those that confirm the learner's checksums are live from here on."""
         assert self._transport is not None
         deadline = Deadline(self._timeouts.publish_s, "timeouts.publish_s")
         sleepers = [worker for worker in workers if worker.id in self._sleepers]
-        self._crew.call(sleepers, "wake_weights", "waking up")
+        self._supervisor.call(sleepers, "wake_weights", "waking up")
         workers = [worker for worker in workers if worker.state is State.SYNCING]
-        result = publish(self._fleet.version, self._transport, self._crew.members(workers), deadline)
+        result = publish(self._scheduler.version, self._transport, self._supervisor.members(workers), deadline)
         for member, error in result.failed.items():
             if isinstance(error, UnwrittenWeightsError):  # of the model, not of the worker: another would fail alike
                 raise error
-            self._crew.fail(member.rank, error)
-        self._crew.call([w for w in sleepers if w.state is State.SYNCING], "wake_cache", "waking up")
+            self._supervisor.fail(member.rank, error)
+        self._supervisor.call([w for w in sleepers if w.state is State.SYNCING], "wake_cache", "waking up")
         self._asleep, self._sleepers = False, set()
         for worker in workers:
             if worker.state is State.SYNCING:
-                self._crew.admit(worker.id)
+                self._supervisor.admit(worker.id)
 
     def _close_step(self) -> dict[str, float]:
         """Judges the load since the last publish, and says what the pool looks like."""
         load = self._load.close()
-        num_workers = self._crew.targets[DEFAULT_KIND]
-        live = self._fleet.in_state(State.LIVE)
+        num_workers = self._supervisor.targets[DEFAULT_KIND]
+        live = self._scheduler.in_state(State.LIVE)
         if self._autoscaler:
             settled = sum(worker.kind == DEFAULT_KIND for worker in live) == num_workers
             if decision := self._autoscaler.judge(load, num_workers=num_workers, settled=settled):
                 self.scale(DEFAULT_KIND, decision.num_workers, decision.reason)
         return {
             "pool/live_workers": float(len(live)),
-            "pool/wanted_workers": float(sum(self._crew.targets.values())),
-            "pool/replaced_workers": float(self._crew.num_replaced),
+            "pool/wanted_workers": float(sum(self._supervisor.targets.values())),
+            "pool/replaced_workers": float(self._supervisor.num_replaced),
             "pool/busy_s": load.busy_worker_s / max(1, len(live)),
             "pool/idle_fraction": load.idle_fraction,
             "pool/wait_fraction": load.wait_fraction,
@@ -249,11 +249,11 @@ class RolloutPool:
         try:
             while not self._closing.is_set():
                 with self._lock:
-                    refs = self._crew.refs()
+                    refs = self._supervisor.refs()
                 ready = _ended(list(refs))
                 with self._lock:
                     for ref in ready:
-                        for completion in self._crew.hear(refs[ref], ref):
+                        for completion in self._supervisor.hear(refs[ref], ref):
                             self._take(*completion)
                     self._look_around()
         except BaseException as error:
@@ -263,13 +263,13 @@ class RolloutPool:
 
     def _look_around(self) -> None:
         """Keeps the pool at its size, gives out work, and hears what was asked for from outside."""
-        self._load.looked(self._crew.count_time, driver_waits=self._driver_waits)
-        for kind, count in self._control.poll(self._crew.status, dict(self._crew.targets)).items():
+        self._load.looked(self._supervisor.count_time, driver_waits=self._driver_waits)
+        for kind, count in self._control.poll(self._supervisor.status, dict(self._supervisor.targets)).items():
             self.scale(kind, count, "asked for by rlhf scale")
-        self._crew.reconcile(asleep=self._asleep)
+        self._supervisor.reconcile(asleep=self._asleep)
         if self._asleep:
             self._put_to_sleep()
-        if self._driver_waits and self._fleet.version >= 0 and (joining := self._fleet.in_state(State.SYNCING)):
+        if self._driver_waits and self._scheduler.version >= 0 and (joining := self._scheduler.in_state(State.SYNCING)):
             self._sync(joining)
         self._dispatch()
 
@@ -278,9 +278,9 @@ class RolloutPool:
             raise self._failure
 
     def _describe(self) -> str:
-        states = [str(worker.state) for worker in self._fleet.workers.values() if worker.state is not State.DEAD]
+        states = [str(worker.state) for worker in self._scheduler.workers.values() if worker.state is not State.DEAD]
         counts = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states)) or "none"
-        return f"workers: {counts}; {len(self._fleet.queue)} group(s) queued, {len(self._groups)} unfinished"
+        return f"workers: {counts}; {len(self._scheduler.queue)} group(s) queued, {len(self._groups)} unfinished"
 
 
 def _ended(refs: list[ray.ObjectRef]) -> list[ray.ObjectRef]:

@@ -4,8 +4,8 @@
                              |-> draining -> dead
     any of them -> quarantined -> dead
 
-A task is one group of completions. It waits in the queue, or is held by a worker that may serve, or is finished; never
-two of these. Only a live worker takes new tasks, and a live worker has the fleet's weight version. A draining one
+A group is one group of completions. It waits in the queue, or is held by a worker that may serve, or is finished; never
+two of these. Only a live worker takes new groups, and a live worker has the pool's weight version. A draining one
 finishes what it holds, and loses it at the next publish.
 """
 
@@ -47,11 +47,11 @@ class Worker:
     state: State = State.STARTING
     version: int = -1  # of its weights; -1: none yet
     pace: float | None = None  # tokens per second and running sample, measured while it had work
-    tasks: set[int] = field(default_factory=set)
+    groups: set[int] = field(default_factory=set)
 
 
 @dataclass
-class Task:
+class Group:
     """A group of completions of one prompt."""
 
     id: int
@@ -65,24 +65,24 @@ class Task:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Samples of a task to be sent to a worker."""
+    """Samples of a group to be sent to a worker."""
 
     worker: int
-    task: int
+    group: int
     samples: tuple[int, ...]
 
 
-class Fleet:
-    """Workers, tasks, and who does what."""
+class Scheduler:
+    """Workers, groups, and who does what."""
 
     def __init__(self, *, expected_completion_tokens: float) -> None:
         """``expected_completion_tokens``: what a completion costs before any has been seen."""
         self.version = -1  # of the weights that live workers serve; -1: nothing published yet
         self.workers: dict[int, Worker] = {}
-        self.tasks: dict[int, Task] = {}
+        self.groups: dict[int, Group] = {}
         self.queue: deque[int] = deque()
         self.completion_tokens = expected_completion_tokens
-        self._next_worker = self._next_task = 0
+        self._next_worker = self._next_group = 0
 
     # Workers
 
@@ -98,7 +98,7 @@ class Fleet:
         self._move(worker_id, State.SYNCING)
 
     def suspend(self, worker_id: int) -> None:
-        """New weights are on their way to a live worker. It keeps its tasks, and samples nothing meanwhile."""
+        """New weights are on their way to a live worker. It keeps its groups, and samples nothing meanwhile."""
         self._move(worker_id, State.SYNCING)
 
     def advance(self, version: int) -> None:
@@ -110,14 +110,14 @@ class Fleet:
 
     def admit(self, worker_id: int, version: int) -> None:
         """Its weights have been verified: it may serve."""
-        assert version == self.version, f"worker {worker_id} has version {version}, the fleet {self.version}"
+        assert version == self.version, f"worker {worker_id} has version {version}, the pool {self.version}"
         self.workers[worker_id].version = version
         self._move(worker_id, State.LIVE)
 
     def drain(self, worker_id: int) -> None:
-        """No new tasks. Dead at once if it holds none."""
+        """No new groups. Dead at once if it holds none."""
         worker = self.workers[worker_id]
-        if worker.state is State.LIVE and worker.tasks:
+        if worker.state is State.LIVE and worker.groups:
             self._move(worker_id, State.DRAINING)
         else:
             self.retire(worker_id)
@@ -129,21 +129,21 @@ class Fleet:
             self._move(worker_id, State.DRAINING)
         self._move(worker_id, State.DEAD)
 
-    def fail(self, worker_id: int) -> Task | None:
+    def fail(self, worker_id: int) -> Group | None:
         """It died, stopped answering or received wrong weights: others do its unfinished work.
 
-        Returns the one of its tasks with the most losses: perhaps that is what workers cannot bear. None: it held none.
+        Returns the one of its groups with the most losses, for that may be what crashes workers. None: it held none.
         """
-        held = [self.tasks[t] for t in sorted(self.workers[worker_id].tasks)]
-        for task in held:
-            if worker_id >= task.counted_until:
-                task.losses += 1
-                task.counted_until = self._next_worker
+        held = [self.groups[t] for t in sorted(self.workers[worker_id].groups)]
+        for group in held:
+            if worker_id >= group.counted_until:
+                group.losses += 1
+                group.counted_until = self._next_worker
         self._give_back(worker_id)
         self._move(worker_id, State.QUARANTINED)
-        return max(held, key=lambda task: task.losses, default=None)
+        return max(held, key=lambda group: group.losses, default=None)
 
-    def bury(self, worker_id: int) -> None:
+    def mark_dead(self, worker_id: int) -> None:
         """A quarantined worker's process is gone and its place given back."""
         self._move(worker_id, State.DEAD)
 
@@ -163,7 +163,7 @@ class Fleet:
 
     def emptied(self) -> list[int]:
         """Draining workers with nothing left to do; they are dead now."""
-        done = [w.id for w in self.in_state(State.DRAINING) if not w.tasks]
+        done = [w.id for w in self.in_state(State.DRAINING) if not w.groups]
         for worker_id in done:
             self._move(worker_id, State.DEAD)
         return done
@@ -178,46 +178,46 @@ class Fleet:
         worker.state = state
 
     def _give_back(self, worker_id: int) -> None:
-        """Tasks that nobody else holds go to the head of the queue, oldest first."""
+        """Groups that nobody else holds go to the head of the queue, oldest first."""
         worker = self.workers[worker_id]
-        for task_id in sorted(worker.tasks, reverse=True):
-            task = self.tasks[task_id]
-            task.holders.discard(worker_id)
-            if not task.holders:
-                self.queue.appendleft(task_id)
-        worker.tasks.clear()
+        for group_id in sorted(worker.groups, reverse=True):
+            group = self.groups[group_id]
+            group.holders.discard(worker_id)
+            if not group.holders:
+                self.queue.appendleft(group_id)
+        worker.groups.clear()
 
-    # Tasks
+    # Groups
 
     def enqueue(self, *, prompt_id: int, prompt_tokens: int, num_samples: int) -> int:
-        """A new task; its id."""
-        task = Task(self._next_task, prompt_id, prompt_tokens, set(range(num_samples)))
-        self._next_task += 1
-        self.tasks[task.id] = task
-        self.queue.append(task.id)
-        return task.id
+        """A new group; its id."""
+        group = Group(self._next_group, prompt_id, prompt_tokens, set(range(num_samples)))
+        self._next_group += 1
+        self.groups[group.id] = group
+        self.queue.append(group.id)
+        return group.id
 
     def dispatch(self) -> list[Assignment]:
-        """Hands queued tasks, in order, to the live worker that would finish each soonest and has room for it."""
+        """Hands queued groups, in order, to the live worker that would finish each soonest and has room for it."""
         assignments: list[Assignment] = []
         if not self.queue:
             return assignments
         live = self.in_state(State.LIVE)
         pace = {w.id: self._expected_pace(w) for w in live}
-        samples = {w.id: self.outstanding_samples(w) for w in live}  # summed once: there may be thousands of tasks
+        samples = {w.id: self.outstanding_samples(w) for w in live}  # summed once: there may be thousands of groups
         tokens = {w.id: self.outstanding_tokens(w) for w in live}
         while self.queue:
-            task = self.tasks[self.queue[0]]
-            roomy = [w for w in live if self._has_room(w, samples[w.id], task)]
+            group = self.groups[self.queue[0]]
+            roomy = [w for w in live if self._has_room(w, samples[w.id], group)]
             if not roomy:
                 break
             self.queue.popleft()
-            cost = self._cost(task)
+            cost = self._cost(group)
             finish_s = {w.id: (tokens[w.id] + cost) / pace[w.id] for w in roomy}  # up to a factor that all share
             worker = min(roomy, key=lambda w: (finish_s[w.id], w.id))
-            samples[worker.id] += len(task.missing)
+            samples[worker.id] += len(group.missing)
             tokens[worker.id] += cost
-            assignments.append(self._assign(worker, task))
+            assignments.append(self._assign(worker, group))
         return assignments
 
     def take_over(self) -> list[Assignment]:
@@ -230,34 +230,34 @@ class Fleet:
         if self.queue:
             return assignments
         for idle in self.in_state(State.LIVE):
-            if idle.tasks or idle.pace is None:
+            if idle.groups or idle.pace is None:
                 continue
-            slow = [w for w in self.serving() if w.tasks and w.pace is not None and w.pace * SLOW_FACTOR < idle.pace]
-            held = [self.tasks[t] for w in slow for t in w.tasks if len(self.tasks[t].holders) == 1]
-            for task in sorted(held, key=lambda t: t.id):
-                if self._has_room(idle, self.outstanding_samples(idle), task):
-                    assignments.append(self._assign(idle, task))
+            slow = [w for w in self.serving() if w.groups and w.pace is not None and w.pace * SLOW_FACTOR < idle.pace]
+            held = [self.groups[t] for w in slow for t in w.groups if len(self.groups[t].holders) == 1]
+            for group in sorted(held, key=lambda t: t.id):
+                if self._has_room(idle, self.outstanding_samples(idle), group):
+                    assignments.append(self._assign(idle, group))
         return assignments
 
-    def sample_done(self, task_id: int, sample: int, num_tokens: int) -> bool:
+    def sample_done(self, group_id: int, sample: int, num_tokens: int) -> bool:
         """A completion came back. False: it is not wanted any more (another worker was faster)."""
-        task = self.tasks.get(task_id)
-        if task is None or sample not in task.missing:
+        group = self.groups.get(group_id)
+        if group is None or sample not in group.missing:
             return False
-        task.missing.remove(sample)
-        task.losses = 0
+        group.missing.remove(sample)
+        group.losses = 0
         self.completion_tokens = LENGTH_MEMORY * self.completion_tokens + (1 - LENGTH_MEMORY) * num_tokens
-        if not task.missing:
-            self._drop(task_id)
+        if not group.missing:
+            self._drop(group_id)
         return True
 
-    def _drop(self, task_id: int) -> None:
-        """Ends a task, wherever it is: it may be queued again when the last sample comes from a worker thought lost."""
-        task = self.tasks.pop(task_id)
-        for worker_id in task.holders:
-            self.workers[worker_id].tasks.discard(task_id)
-        if not task.holders:
-            self.queue.remove(task_id)
+    def _drop(self, group_id: int) -> None:
+        """Ends a group wherever it is: it may be queued again when its last sample comes from a worker thought lost."""
+        group = self.groups.pop(group_id)
+        for worker_id in group.holders:
+            self.workers[worker_id].groups.discard(group_id)
+        if not group.holders:
+            self.queue.remove(group_id)
 
     def measured(self, worker_id: int, pace: float) -> None:
         """Tokens per second and sample over a stretch in which the worker had samples to run.
@@ -269,18 +269,18 @@ class Fleet:
 
     def outstanding_tokens(self, worker: Worker) -> float:
         """What a worker is expected to have left to do."""
-        return sum(self._cost(self.tasks[t]) for t in worker.tasks)
+        return sum(self._cost(self.groups[t]) for t in worker.groups)
 
     def outstanding_samples(self, worker: Worker) -> int:
-        return sum(len(self.tasks[t].missing) for t in worker.tasks)
+        return sum(len(self.groups[t].missing) for t in worker.groups)
 
-    def _cost(self, task: Task) -> float:
+    def _cost(self, group: Group) -> float:
         """Tokens: the prompt once, for its cache is shared, and the completions."""
-        return task.prompt_tokens + len(task.missing) * self.completion_tokens
+        return group.prompt_tokens + len(group.missing) * self.completion_tokens
 
-    def _has_room(self, worker: Worker, samples: int, task: Task) -> bool:
-        """For a task beside the ``samples`` that the worker holds; an empty one takes any, however large."""
-        return not worker.tasks or samples + len(task.missing) <= worker.capacity
+    def _has_room(self, worker: Worker, samples: int, group: Group) -> bool:
+        """For a group beside the ``samples`` that the worker holds; an empty one takes any, however large."""
+        return not worker.groups or samples + len(group.missing) <= worker.capacity
 
     def _expected_pace(self, worker: Worker) -> float:
         """Measured; else the mean of its class, else of all, else 1."""
@@ -288,8 +288,8 @@ class Fleet:
         like = [worker] if worker.pace is not None else [w for w in known if w.kind == worker.kind] or known
         return max(sum(w.pace or 0.0 for w in like) / len(like), 1e-6) if like else 1.0
 
-    def _assign(self, worker: Worker, task: Task) -> Assignment:
+    def _assign(self, worker: Worker, group: Group) -> Assignment:
         assert worker.state is State.LIVE and worker.version == self.version
-        worker.tasks.add(task.id)
-        task.holders.add(worker.id)
-        return Assignment(worker.id, task.id, tuple(sorted(task.missing)))
+        worker.groups.add(group.id)
+        group.holders.add(worker.id)
+        return Assignment(worker.id, group.id, tuple(sorted(group.missing)))

@@ -1,4 +1,4 @@
-"""The processes behind the fleet's workers: started, listened to, replaced and ended. Its user holds the lock."""
+"""The processes behind the pool's workers: started, listened to, replaced and ended. Its user holds the lock."""
 
 import itertools
 import time
@@ -12,7 +12,7 @@ from actors.group import ActorGroup, Deadline, Member, fetch
 from actors.rollouts.actor import Report
 from actors.rollouts.engine_loop import Request
 from actors.rollouts.factory import WorkerFactory
-from actors.rollouts.scheduler import Assignment, Fleet, State, Worker
+from actors.rollouts.scheduler import Assignment, Scheduler, State, Worker
 from rlhf.batch import Prompt, Rollout
 from rlhf.config import Config
 from rlhf.errors import ActorError, DeadlineError, RlhfError
@@ -21,7 +21,7 @@ COLLECT_WAIT_S = 1.0  # how long a worker holds an empty-handed collect call
 MAX_BACKOFF_S = 60.0  # between attempts to start a worker
 PACE_OVER_S = 2.0  # a worker's pace is measured over at least so long
 
-Completion = tuple[int, int, Rollout]  # (task, sample, what came of it)
+Completion = tuple[int, int, Rollout]  # (group id, sample, what came of it)
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Process:
     waiting_since: float  # for what it owes: to start, or to report
     collecting: ray.ObjectRef | None = None
     pending: set[ray.ObjectRef] = field(default_factory=set)  # calls that only have to succeed
-    requests: dict[int, set[str]] = field(default_factory=dict)  # by task, the keys of what it has not finished
+    requests: dict[int, set[str]] = field(default_factory=dict)  # by group id, the keys of what it has not finished
     has_lived: bool = False
     counted_tokens: int = 0
     counted_s: float = 0.0
@@ -54,14 +54,14 @@ class Process:
         return [*filter(None, (self.starting, self.collecting)), *self.pending]
 
 
-class Crew:
-    """A fleet with processes."""
+class Supervisor:
+    """A pool with processes."""
 
     def __init__(self, config: Config, factory: WorkerFactory, note: Callable[[str], None]) -> None:
         """``note`` tells the user what happens to workers."""
         self._factory, self._note, self._timeouts = factory, note, config.timeouts
         self._settings = config.rollout
-        self.fleet = Fleet(expected_completion_tokens=config.rollout.max_completion_tokens)
+        self.scheduler = Scheduler(expected_completion_tokens=config.rollout.max_completion_tokens)
         self.targets = {kind: settings.num_workers for kind, (settings, _) in config.rollout.kinds().items()}
         self.num_replaced = 0
         self._processes: dict[int, Process] = {}
@@ -94,20 +94,20 @@ class Crew:
 
         ``asleep``: nobody is expected to make progress, and what a new one would need belongs to the learner now.
         """
-        self.fleet.forget_dead()
-        for worker_id in self.fleet.emptied():
+        self.scheduler.forget_dead()
+        for worker_id in self.scheduler.emptied():
             self._end(worker_id)
         if not asleep:
             self._replace_silent()
         order = {State.STARTING: 0, State.SYNCING: 1, State.LIVE: 2}  # those that do not serve yet go first
         for kind, target in self.targets.items():
-            active = self.fleet.active(kind)
+            active = self.scheduler.active(kind)
             if not asleep and time.monotonic() >= self._backoff_until:
                 for _ in range(target - len(active)):
                     self._spawn(kind)
-            by_use = sorted(active, key=lambda w: (order[w.state], self.fleet.outstanding_tokens(w), -w.id))
+            by_use = sorted(active, key=lambda w: (order[w.state], self.scheduler.outstanding_tokens(w), -w.id))
             for worker in by_use[: max(0, len(active) - target)]:
-                self.fleet.drain(worker.id)
+                self.scheduler.drain(worker.id)
                 if worker.state is State.DEAD:
                     self._end(worker.id)
 
@@ -119,12 +119,12 @@ class Crew:
         process = self._processes[worker_id]
         self._note(f"rollout pool: replacing a worker: {str(error).splitlines()[0]}")
         self.num_replaced += 1
-        suspect = self.fleet.fail(worker_id)
+        suspect = self.scheduler.fail(worker_id)
         if not process.has_lived:
             self._start_failures += 1
             self._backoff_until = time.monotonic() + min(MAX_BACKOFF_S, 2.0**self._start_failures)
         self._end(worker_id)
-        self.fleet.bury(worker_id)
+        self.scheduler.mark_dead(worker_id)
         limit, when = self._settings.max_failures, None
         if self._start_failures >= limit:
             when = "before they could serve"
@@ -137,12 +137,12 @@ class Crew:
 
     def retire(self, worker_id: int) -> None:
         """Ends a healthy worker; others do its unfinished work."""
-        self.fleet.retire(worker_id)
+        self.scheduler.retire(worker_id)
         self._end(worker_id)
 
     def admit(self, worker_id: int) -> None:
-        """It has the fleet's weights: it serves from here on."""
-        self.fleet.admit(worker_id, self.fleet.version)
+        """It has the pool's weights: it serves from here on."""
+        self.scheduler.admit(worker_id, self.scheduler.version)
         process = self._processes[worker_id]
         process.has_lived, process.waiting_since, self._start_failures = True, time.monotonic(), 0
 
@@ -151,7 +151,7 @@ class Crew:
             self._end(worker_id)
 
     def _spawn(self, kind: str) -> None:
-        worker = self.fleet.spawn(kind, self._settings.kinds()[kind][0].max_num_seqs)
+        worker = self.scheduler.spawn(kind, self._settings.kinds()[kind][0].max_num_seqs)
         launch = self._factory.launch(worker.id, kind)
         member = Member(launch.handle, "rollout", worker.id, "?")
         self._processes[worker.id] = Process(member, launch.started, time.monotonic())
@@ -163,7 +163,7 @@ class Crew:
     def _replace_silent(self) -> None:
         """Workers that have owed an answer for too long are replaced like dead ones."""
         now = time.monotonic()
-        for worker in self.fleet.in_state(State.STARTING, State.LIVE, State.DRAINING):
+        for worker in self.scheduler.in_state(State.STARTING, State.LIVE, State.DRAINING):
             process = self._processes[worker.id]
             starting = worker.state is State.STARTING
             if starting and not self._factory.has_place(worker.id):
@@ -198,20 +198,20 @@ class Crew:
         groups would be half done when the last ones come."""
         requests: dict[int, list[Request]] = {}
         for part in work:
-            task, worker_id = part.assignment.task, part.assignment.worker
+            group_id, worker_id = part.assignment.group, part.assignment.worker
             for sample in part.assignment.samples:
-                key = f"{task}.{sample}.{next(self._attempts)}"
-                self._processes[worker_id].requests.setdefault(task, set()).add(key)
+                key = f"{group_id}.{sample}.{next(self._attempts)}"
+                self._processes[worker_id].requests.setdefault(group_id, set()).add(key)
                 request = Request(key, part.prompt, sample, part.greedy, part.logprobs)
                 requests.setdefault(worker_id, []).append(request)
         for worker_id, batch in requests.items():
             process = self._processes[worker_id]
             process.pending.add(process.member.handle.submit.remote(batch))
 
-    def abort(self, task: int) -> None:
-        """Whoever is still sampling a finished task may stop."""
+    def abort(self, group_id: int) -> None:
+        """Whoever is still sampling a finished group may stop."""
         for process in self._processes.values():
-            if keys := process.requests.pop(task, None):
+            if keys := process.requests.pop(group_id, None):
                 process.pending.add(process.member.handle.abort.remote(list(keys)))
 
     # Listening
@@ -243,7 +243,7 @@ class Crew:
         process.member = Member(process.member.handle, "rollout", worker_id, node)
         process.starting, process.waiting_since = None, time.monotonic()
         process.collecting = process.member.handle.collect.remote(COLLECT_WAIT_S)
-        self.fleet.started(worker_id)
+        self.scheduler.started(worker_id)
 
     def _reported(self, worker_id: int, report: Report) -> list[Completion]:
         process, now = self._processes[worker_id], time.monotonic()
@@ -252,24 +252,24 @@ class Crew:
         process.collecting = process.member.handle.collect.remote(COLLECT_WAIT_S)
         completions = []
         for key, rollout in report.finished:
-            task, sample, _ = map(int, key.split("."))
-            process.requests.get(task, set()).discard(key)
-            if self.fleet.sample_done(task, sample, len(rollout.token_ids)):
-                completions.append((task, sample, rollout))
+            group_id, sample, _ = map(int, key.split("."))
+            process.requests.get(group_id, set()).discard(key)
+            if self.scheduler.sample_done(group_id, sample, len(rollout.token_ids)):
+                completions.append((group_id, sample, rollout))
         if now - process.counted_s >= PACE_OVER_S:
             new_tokens = report.generated_tokens - process.counted_tokens
             if process.sample_s > 0 and new_tokens > 0:
-                self.fleet.measured(worker_id, new_tokens / process.sample_s)
+                self.scheduler.measured(worker_id, new_tokens / process.sample_s)
             process.counted_tokens, process.counted_s, process.sample_s = report.generated_tokens, now, 0.0
         return completions
 
     def count_time(self, elapsed_s: float) -> tuple[float, float]:
         """(seconds with work, seconds) summed over the workers that serve, of the last ``elapsed_s``."""
         busy_s = 0.0
-        serving = self.fleet.serving()
+        serving = self.scheduler.serving()
         for worker in serving:
-            self._processes[worker.id].sample_s += elapsed_s * self.fleet.outstanding_samples(worker)
-            busy_s += elapsed_s if worker.tasks else 0.0
+            self._processes[worker.id].sample_s += elapsed_s * self.scheduler.outstanding_samples(worker)
+            busy_s += elapsed_s if worker.groups else 0.0
         return busy_s, elapsed_s * len(serving)
 
     def status(self) -> list[dict[str, Any]]:
@@ -281,8 +281,8 @@ class Crew:
                 "state": str(worker.state),
                 "node": self._processes[worker.id].member.node,
                 "version": worker.version,
-                "samples": self.fleet.outstanding_samples(worker),
+                "samples": self.scheduler.outstanding_samples(worker),
             }
-            for worker in self.fleet.workers.values()
+            for worker in self.scheduler.workers.values()
             if worker.id in self._processes
         ]

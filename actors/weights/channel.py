@@ -34,12 +34,12 @@ NEVER = timedelta(days=7)
 _kept_groups: list[Any] = []  # of gloo: it cannot abort, and its destructor waits for what is on its way
 
 
-class CalledOffError(WeightSyncError):
+class TransferAbortedError(WeightSyncError):
     """A transfer was given up; whoever raises this is not the one at fault. The message says what is known of that."""
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where the processes of a session find each other."""
 
     address: str
@@ -49,18 +49,18 @@ class Meeting:
 
 
 class Session:
-    """One process's view of a meeting. ``renew`` before every transfer sets how long its waits may last."""
+    """One process's view of a rendezvous. ``renew`` before every transfer sets how long its waits may last."""
 
-    def __init__(self, meeting: Meeting, timeout_s: float) -> None:
+    def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:
         client = dist.TCPStore(
-            meeting.address,
-            meeting.port,
+            rendezvous.address,
+            rendezvous.port,
             is_master=False,
             wait_for_workers=False,
             timeout=timedelta(seconds=timeout_s),
         )
-        self.meeting = meeting
-        self.store = dist.PrefixStore(meeting.name, client)
+        self.rendezvous = rendezvous
+        self.store = dist.PrefixStore(rendezvous.name, client)
         self.renew(timeout_s)
 
     def renew(self, timeout_s: float) -> None:
@@ -71,14 +71,14 @@ class Session:
         return max(0.0, self._ends - time.monotonic())
 
     def wait(self, ready: Callable[[], bool], doing: str) -> None:
-        """Returns once ``ready()``. Raises CalledOffError, or DeadlineError when the time is up."""
+        """Returns once ``ready()``. Raises TransferAbortedError, or DeadlineError when the time is up."""
         started = looked = time.monotonic()
         while not ready():
             now = time.monotonic()
             if now - looked > LOOK_S:
                 looked = now
                 if self.store.check(["off"]):
-                    raise CalledOffError(self.store.get("off").decode())
+                    raise TransferAbortedError(self.store.get("off").decode())
                 if now > self._ends:
                     raise DeadlineError(
                         f"weight transfer: still {doing} after {self._timeout_s:g} s; raise timeouts.publish_s if that "
@@ -87,7 +87,7 @@ class Session:
             if now - started > SPIN_S:
                 time.sleep(PAUSE_S)
 
-    def call_off(self, why: str) -> None:
+    def abort(self, why: str) -> None:
         """Ends the session for everyone in it."""
         self.store.set("off", why)
 
@@ -115,7 +115,7 @@ class BroadcastGroup:
 
     def __init__(self, session: Session, rank: int, device: torch.device) -> None:
         self._session = session
-        world_size = session.meeting.num_receivers + 1
+        world_size = session.rendezvous.num_receivers + 1
         session.count("members", 1)
         session.wait(lambda: session.count("members") == world_size, "waiting for all to join the broadcast")
         store = dist.PrefixStore("group", session.store)
@@ -153,8 +153,8 @@ class BroadcastGroup:
             yield
         except RuntimeError as error:  # what torch raises for any lost connection
             why = " ".join(str(error).split())[:300]
-            self._session.call_off(why)
-            raise CalledOffError(why) from error
+            self._session.abort(why)
+            raise TransferAbortedError(why) from error
 
 
 def _process_group(store: Any, rank: int, world_size: int, device: torch.device, timeout_s: float) -> Any:
@@ -247,7 +247,7 @@ class SharedSender:
 
     def _await_emptied(self, count: int) -> None:
         if self._receivers is None:
-            places = {r: self._session.store.get(f"place/{r}") for r in range(self._session.meeting.num_receivers)}
+            places = {r: self._session.store.get(f"place/{r}") for r in range(self._session.rendezvous.num_receivers)}
             self._receivers = [r for r, place in places.items() if place.decode() == self._place]
         for receiver in self._receivers:
             self._session.wait(

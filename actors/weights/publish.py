@@ -2,7 +2,7 @@
 
 begin (workers stop sampling) -> transfer (they report checksums) -> compare -> finish -> commit (they sample again).
 Only a worker that reports the learner's own checksums is committed. One that fails is reported and left behind; if
-others waited for it, their transfer is called off and repeated without it.
+others waited for it, their transfer is aborted and repeated without it.
 
 * CPU: buckets through Ray's object store (shared memory on one node, the network between nodes).
 * GPU, colocated: every learner rank's buckets are mapped by the worker processes on its GPU (CUDA IPC).
@@ -22,12 +22,12 @@ import ray
 import torch.distributed as dist
 
 from actors.group import ActorGroup, Deadline, Member, fetch
-from actors.weights.channel import CalledOffError, Meeting
-from actors.weights.sender import Way
+from actors.weights.channel import Rendezvous, TransferAbortedError
+from actors.weights.sender import Route
 from rlhf.errors import DeadlineError, RlhfError, WeightSyncError
 from rlhf.training.weights import Layout, bucket_size
 
-GRACE_S = 10.0  # after a transfer was called off, a process that does not answer for so long counts as hung
+GRACE_S = 10.0  # after a transfer was aborted, a process that does not answer for so long counts as hung
 
 
 class Clock:
@@ -114,13 +114,13 @@ class ObjectStoreTransport:
 class SessionTransport:
     """Sender and receivers move buckets among themselves, in a session that lasts until the members change.
 
-    ``way``: 'broadcast' from learner rank 0, or 'share' each learner rank's ring with the processes on its GPU.
+    ``route``: 'broadcast' from learner rank 0, or 'share' each learner rank's ring with the processes on its GPU.
     """
 
-    def __init__(self, learner: ActorGroup, way: Way) -> None:
-        self._learner, self._way = learner, way
+    def __init__(self, learner: ActorGroup, route: Route) -> None:
+        self._learner, self._route = learner, route
         self._members: dict[Member, int] = {}  # of the session that stands
-        self._meeting = Meeting("", 0, "", 0)
+        self._rendezvous = Rendezvous("", 0, "", 0)
         self._layout: Layout = []
         self._store: dist.TCPStore | None = None
 
@@ -149,7 +149,7 @@ class SessionTransport:
         deadline = Deadline(clock.left_s, clock.deadline.key)
         root = ActorGroup(self._learner.members[:1])
         (self._layout,) = root.call("weight_layout", deadline=deadline, doing="describing weights").result()
-        (port,) = root.call("host_meetings", clock.left_s, deadline=deadline, doing="opening a store").result()
+        (port,) = root.call("host_rendezvous", clock.left_s, deadline=deadline, doing="opening a store").result()
         self._address, self._port = root.members[0].node, port
         self._store = dist.TCPStore(
             self._address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=clock.left_s)
@@ -159,20 +159,20 @@ class SessionTransport:
         """A new session with these members; returns who failed, or None if it stands."""
         self._members = {}
         name = f"weights-{uuid4().hex}"
-        self._meeting = Meeting(self._address, self._port, name, sum(members.values()))
+        self._rendezvous = Rendezvous(self._address, self._port, name, sum(members.values()))
         joining = {
-            m.handle.join_weights.remote(self._meeting, self._way, clock.left_s): m for m in self._learner.members
+            m.handle.join_weights.remote(self._rendezvous, self._route, clock.left_s): m for m in self._learner.members
         }
         handles: dict[str, bytes] = {}
         learners = Calls(joining, "joining a weight session")
-        if self._way == "share":  # receivers need the handles first; a broadcast begins when all have come
+        if self._route == "share":  # receivers need the handles first; a broadcast begins when all have come
             self._settle(learners, clock)
             handles = dict(learners.answers.values())
             joining = {}
         first = 0
         for member, num_processes in members.items():
             info = {
-                "meeting": dataclasses.asdict(self._meeting),
+                "rendezvous": dataclasses.asdict(self._rendezvous),
                 "first_receiver": first,
                 "timeout_s": clock.left_s,
                 "layout": [[dataclasses.asdict(spec) for spec in specs] for specs in self._layout],
@@ -186,9 +186,9 @@ class SessionTransport:
         return failed
 
     def _settle(self, calls: Calls, clock: Clock) -> dict[Member, RlhfError] | None:
-        """Waits for all. At the first failure, or when half of the time is up, calls the session off for everyone.
+        """Waits for all. At the first failure, or when half of the time is up, aborts the session for everyone.
 
-        Returns None if nothing failed, else the workers at fault; the others only ran into the call-off. Raises the
+        Returns None if nothing failed, else the workers at fault; the others only ran into the abort. Raises the
         learner's failure, and WeightSyncError where the transfer broke and nobody died of it.
         """
         if calls.wait(clock.left_s / 2, until_failure=True) and not calls.failed:
@@ -196,16 +196,16 @@ class SessionTransport:
         assert self._store is not None
         self._members = {}
         reason = next((str(error) for error in calls.failed.values()), "a rollout worker is late")
-        store = dist.PrefixStore(self._meeting.name, self._store)
+        store = dist.PrefixStore(self._rendezvous.name, self._store)
         store.set("off", reason.splitlines()[0][:300])
         calls.wait(min(GRACE_S, clock.left_s / 2))
         calls.give_up(clock)
-        guilty = {m: error for m, error in calls.failed.items() if not isinstance(error, CalledOffError)}
+        guilty = {m: error for m, error in calls.failed.items() if not isinstance(error, TransferAbortedError)}
         for member in self._learner.members:
             if member in guilty:
                 raise guilty[member]
         if not guilty:
-            raise WeightSyncError(f"weights could not be moved ({self._way}): {reason}; see the workers' logs")
+            raise WeightSyncError(f"weights could not be moved ({self._route}): {reason}; see the workers' logs")
         return guilty
 
 

@@ -10,19 +10,19 @@ import torch.distributed as dist
 from actors.weights.channel import (
     NUM_SLOTS,
     BroadcastSender,
-    CalledOffError,
-    Meeting,
+    Rendezvous,
     Ring,
     Sender,
     Session,
     SharedSender,
+    TransferAbortedError,
     place_of,
     shareable_memory,
 )
 from rlhf.models.packed import PackedModel
 from rlhf.training.weights import Layout, TensorSpec, bucket_layout, bucket_size, checksum, pack_bucket, walk_buckets
 
-Way = Literal["broadcast", "share"]
+Route = Literal["broadcast", "share"]
 
 
 class WeightSender:
@@ -40,30 +40,30 @@ class WeightSender:
         self._session: Session | None = None
         self._sender: Sender | None = None
 
-    def host_meetings(self, address: str, timeout_s: float) -> int:
+    def host_rendezvous(self, address: str, timeout_s: float) -> int:
         """Opens the store in which all sessions meet; returns its port (rank 0)."""
         timeout = timedelta(seconds=timeout_s)
         self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         return self._store.port
 
-    def join(self, meeting: Meeting, way: Way, timeout_s: float) -> tuple[str, bytes]:
+    def join(self, rendezvous: Rendezvous, route: Route, timeout_s: float) -> tuple[str, bytes]:
         """Leaves the session before and joins this one; returns (place, handle) of the ring for those who share it.
 
-        Only rank 0 broadcasts. Raises CalledOffError.
+        Only rank 0 broadcasts. Raises TransferAbortedError.
         """
         self._leave()
         # On CPU all ranks are in one place: there the first serves all receivers.
         place = place_of(self._device) if self._device.type == "cuda" or self._rank == 0 else f"cpu/{self._rank}"
-        self._session = Session(meeting, timeout_s)
-        if way == "share":
-            self._sender = SharedSender(self._session, self._make_ring(way), place)
+        self._session = Session(rendezvous, timeout_s)
+        if route == "share":
+            self._sender = SharedSender(self._session, self._make_ring(route), place)
         elif self._rank == 0:
-            self._sender = BroadcastSender(self._session, self._make_ring(way))
+            self._sender = BroadcastSender(self._session, self._make_ring(route))
         return place, self._handle
 
-    def _make_ring(self, way: Way) -> Ring:
+    def _make_ring(self, route: Route) -> Ring:
         num_bytes = NUM_SLOTS * max(bucket_size(specs) for specs in self.layout)
-        if way == "share" and not self._handle:
+        if route == "share" and not self._handle:
             memory, self._handle = shareable_memory(num_bytes, self._device)
             self._ring = Ring(memory)
         elif self._ring is None:
@@ -79,30 +79,30 @@ class WeightSender:
     def send(self, timeout_s: float) -> list[int]:
         """Sends every bucket to the session joined last; returns their checksums (rank 0; empty elsewhere).
 
-        Raises CalledOffError, but not before the last gather: the other ranks take part in all of them.
+        Raises TransferAbortedError, but not before the last gather: the other ranks take part in all of them.
         """
         assert self._session is not None, "join comes before send"
         self._session.renew(timeout_s)
         sums: list[torch.Tensor] = []
-        called_off = ""
+        aborted = ""
         for bucket, (specs, pieces) in enumerate(walk_buckets(self._model, self.layout)):
             if self._sender is None:
                 continue
             try:
                 data = pack_bucket(specs, pieces, self._sender.free_slot(bucket, bucket_size(specs)))
                 self._sender.send(data)
-            except CalledOffError as error:
-                called_off = str(error)
+            except TransferAbortedError as error:
+                aborted = str(error)
                 self._leave()
                 continue
             if self._rank == 0:
                 sums.append(checksum(data))
-        if called_off:
-            raise CalledOffError(called_off)
+        if aborted:
+            raise TransferAbortedError(aborted)
         try:
             if self._sender is not None:
                 self._sender.drain()
-        except CalledOffError:
+        except TransferAbortedError:
             self._leave()
             raise
         return torch.stack(sums).tolist() if sums else []

@@ -19,7 +19,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from actors.weights.channel import BroadcastReceiver, CalledOffError, Meeting, Receiver, Session, SharedReceiver
+from actors.weights.channel import (
+    BroadcastReceiver,
+    Receiver,
+    Rendezvous,
+    Session,
+    SharedReceiver,
+    TransferAbortedError,
+)
 from actors.weights.load_plan import Copies, LoadPlan, UnplannableError, keeps_weights_as_loaded
 from rlhf.training.weights import Layout, TensorSpec, bucket_size, checksum, view_bucket
 
@@ -38,7 +45,7 @@ def _layout(plain: PlainLayout) -> Layout:
 class InitInfo(WeightTransferInitInfo):
     """Which session to join. ``handles``: of the rings to share, by place; without them buckets are broadcast."""
 
-    meeting: dict[str, Any]
+    rendezvous: dict[str, Any]
     first_receiver: int  # this engine's processes are receivers from here on
     timeout_s: float
     layout: PlainLayout
@@ -60,7 +67,7 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
-    called_off = ""  # why the last join or transfer was given up
+    aborted = ""  # why the last join or transfer was given up
     unwritten: list[str]  # modules that the last update left as they were, wholly or in part
     _sums: list[Tensor]
     _session: Session | None = None
@@ -71,23 +78,23 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     _partial: Tensor  # a tensor of which not all rows have come
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Leaves the session before and joins this one; ``called_off`` says why not, if not."""
+        """Leaves the session before and joins this one; ``aborted`` says why not, if not."""
         self.shutdown()
-        self.called_off, self._sums = "", []
+        self.aborted, self._sums = "", []
         layout = _layout(init_info.layout)
         if layout != self._layout:
             self._layout, self._plan = layout, self._make_plan(layout)
         self._copies: dict[int, Copies] = {}
         receiver = init_info.first_receiver + self.parallel_config.rank
         try:
-            self._session = Session(Meeting(**init_info.meeting), init_info.timeout_s)
+            self._session = Session(Rendezvous(**init_info.rendezvous), init_info.timeout_s)
             if init_info.handles:
                 self._receiver = SharedReceiver(self._session, receiver, self.device, init_info.handles)
             else:
                 slot_bytes = max(bucket_size(specs) for specs in layout)
                 self._receiver = BroadcastReceiver(self._session, receiver, self.device, slot_bytes)
-        except CalledOffError as error:
-            self.called_off = str(error)
+        except TransferAbortedError as error:
+            self.aborted = str(error)
 
     def _make_plan(self, layout: Layout) -> LoadPlan | None:
         """How to copy into the live model, or None where weights must go through vLLM's loader."""
@@ -103,7 +110,7 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._plan is not None
 
     def start_weight_update(self) -> None:
-        self.called_off, self._sums = "", []
+        self.aborted, self._sums = "", []
         if self._reloading:  # an update before was broken off: this puts its layers together again, whatever is in them
             finalize_layerwise_reload(self.model, self.model_config)
             self._reloading = False
@@ -131,8 +138,8 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
                     self._copies[index] = self._plan.copies(self._layout[index], bucket)
                 for target, source in self._copies[index]:
                     target.copy_(source)
-        except CalledOffError as error:
-            self.called_off = str(error)
+        except TransferAbortedError as error:
+            self.aborted = str(error)
             self.shutdown()  # at once: a broadcast from the dead holds the device
 
     def _reload(self, specs: Sequence[TensorSpec], bucket: Tensor) -> None:
@@ -246,9 +253,9 @@ class WorkerExtension:
         self.start_weight_update()  # type: ignore[attr-defined]
 
     def received_weights(self) -> tuple[list[int], str]:
-        """(the checksum of every bucket of the last update, why it was called off if it was)."""
+        """(the checksum of every bucket of the last update, why it was aborted if it was)."""
         engine = self.weight_transfer_engine
-        return ([] if engine.called_off else engine.checksums()), engine.called_off
+        return ([] if engine.aborted else engine.checksums()), engine.aborted
 
     def unwritten_modules(self) -> list[str]:
         """As BucketReceiver's, of the update just finished."""

@@ -139,12 +139,12 @@ def test_a_worker_without_committed_weights_does_not_sample(live, prompts) -> No
     assert sample(roles, prompts)[1].versions.unique().tolist() == [10]
 
 
-@pytest.mark.parametrize("way", ["broadcast", "share"])
-def test_sessions_reach_vllm_too(live, prompts, way: Literal["broadcast", "share"], monkeypatch) -> None:
+@pytest.mark.parametrize("route", ["broadcast", "share"])
+def test_sessions_reach_vllm_too(live, prompts, route: Literal["broadcast", "share"], monkeypatch) -> None:
     """What GPUs use, here with gloo and memory of the node, from two ZeRO-3 ranks into vLLM's layer-wise loader."""
     config, cluster, roles = live
-    monkeypatch.setattr(roles.rollouts, "_transport", SessionTransport(cluster.group("learner"), way))
-    for version in {"broadcast": (20, 21), "share": (22, 23)}[way]:
+    monkeypatch.setattr(roles.rollouts, "_transport", SessionTransport(cluster.group("learner"), route))
+    for version in {"broadcast": (20, 21), "share": (22, 23)}[route]:
         roles.rollouts.publish(version)
         rollouts, batch = sample(roles, prompts)
         assert batch.versions.unique().tolist() == [version]

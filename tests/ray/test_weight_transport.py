@@ -17,7 +17,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from torch import nn
 
 from actors.group import ActorGroup, Deadline, Member, RankActor
-from actors.weights.channel import BroadcastReceiver, CalledOffError, Meeting, Session, SharedReceiver
+from actors.weights.channel import BroadcastReceiver, Rendezvous, Session, SharedReceiver, TransferAbortedError
 from actors.weights.load_plan import LoadPlan
 from actors.weights.publish import PublishResult, SessionTransport, publish
 from actors.weights.sender import WeightSender
@@ -49,8 +49,8 @@ class TinyLearner(RankActor):
     def weight_layout(self) -> Any:
         return self.sender.layout
 
-    def host_meetings(self, timeout_s: float) -> int:
-        return self.sender.host_meetings(self.node(), timeout_s)
+    def host_rendezvous(self, timeout_s: float) -> int:
+        return self.sender.host_rendezvous(self.node(), timeout_s)
 
     def join_weights(self, *args: Any) -> Any:
         return self.sender.join(*args)
@@ -90,7 +90,7 @@ class TinyWorker(RankActor):
         ]
         self.sizes = [bucket_size(specs) for specs in self.layout]
         self.plan = LoadPlan(self.model, self.load, self.layout)
-        self.session = Session(Meeting(**info["meeting"]), info["timeout_s"])
+        self.session = Session(Rendezvous(**info["rendezvous"]), info["timeout_s"])
         number, device = info["first_receiver"], torch.device("cpu")
         self.receiver = (
             SharedReceiver(self.session, number, device, info["handles"])
@@ -106,7 +106,7 @@ class TinyWorker(RankActor):
         self.session.renew(timeout_s)
         try:
             return [self.take_all()]
-        except CalledOffError:
+        except TransferAbortedError:
             self.receiver.close()
             self.receiver = None
             raise
@@ -150,7 +150,7 @@ def learner(ray_session: None) -> Iterator[ActorGroup]:
 
 
 @pytest.fixture(scope="module")
-def crew(ray_session: None) -> Iterator[list[Any]]:
+def workers_alive(ray_session: None) -> Iterator[list[Any]]:
     """Handles of three workers, for all tests: a process costs seconds."""
     handles: list[Any] = []
     yield handles
@@ -159,9 +159,9 @@ def crew(ray_session: None) -> Iterator[list[Any]]:
 
 
 @pytest.fixture
-def workers(crew: list[Any]) -> list[Member]:
+def workers(workers_alive: list[Any]) -> list[Member]:
     """Three workers that behave, those that died or hang replaced."""
-    answers = {handle.be_good.remote(): handle for handle in crew}
+    answers = {handle.be_good.remote(): handle for handle in workers_alive}
     if answers:
         ray.wait(list(answers), num_returns=len(answers), timeout=5)
     for ref, handle in answers.items():
@@ -169,9 +169,9 @@ def workers(crew: list[Any]) -> list[Member]:
             ray.get(ref, timeout=0)
         except (RayActorError, GetTimeoutError):
             ray.kill(handle)
-            crew.remove(handle)
-    crew += [ray.remote(TinyWorker).options(num_cpus=0).remote() for _ in range(3 - len(crew))]
-    return ActorGroup.locate("rollout", crew, Deadline(120, "timeouts.start_s")).result().members
+            workers_alive.remove(handle)
+    workers_alive += [ray.remote(TinyWorker).options(num_cpus=0).remote() for _ in range(3 - len(workers_alive))]
+    return ActorGroup.locate("rollout", workers_alive, Deadline(120, "timeouts.start_s")).result().members
 
 
 @pytest.fixture(params=["broadcast", "share"])
@@ -257,10 +257,10 @@ def test_a_learner_that_dies_is_raised(ray_session: None, transport: SessionTran
     handle = ray.remote(Mortal).options(num_cpus=0).remote()
     group = ActorGroup.locate("learner", [handle], Deadline(60, "timeouts.start_s")).result()
     with pytest.raises(ActorError, match=r"learner\[0\] .*died"):
-        run(6, SessionTransport(group, transport._way), workers)
+        run(6, SessionTransport(group, transport._route), workers)
 
 
-def test_called_off_survives_pickling() -> None:
+def test_an_abort_survives_pickling() -> None:
     import pickle
 
-    assert isinstance(pickle.loads(pickle.dumps(CalledOffError("why"))), WeightSyncError)
+    assert isinstance(pickle.loads(pickle.dumps(TransferAbortedError("why"))), WeightSyncError)
