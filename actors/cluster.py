@@ -19,10 +19,10 @@ from actors.rollouts.pool import RolloutPool
 from actors.scorers import ReferenceActor, RewardActor, RewardModelActor
 from actors.weights.publish import ObjectStoreTransport, SessionTransport, Transport
 from rlhf.config import Config, RewardTrainingConfig
-from rlhf.driver import Roles
 from rlhf.errors import PlacementError
 from rlhf.planning.topology import Device, Slot, Topology, plan_topology
 from rlhf.rewards import MODEL_NAME, load_reward_functions
+from rlhf.roles import Roles
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 SPARE_CPUS = 16  # of a local cluster, for rollout workers that are added while a run is under way

@@ -1,16 +1,20 @@
 """The driver's roles, played by groups of Ray actors."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 from actors.group import ActorGroup, Call, Deadline
 from rlhf.batch import Rollout, TrainBatch, merge_scores
 from rlhf.config import TimeoutConfig
-from rlhf.roles import Scores
+from rlhf.rewards.total import Scores
+
+T = TypeVar("T")
+Given = dict[str, list[float]]
+"""What one actor says of a group of completions: a list of scores by the name of a reward function or model."""
 
 
 class LearnerGroup:
@@ -61,9 +65,13 @@ class Replicas:
         self._group, self._doing, self._turn = group, doing, 0
         self._deadline = Deadline(timeouts.score_s, "timeouts.score_s")
 
+    @property
+    def count(self) -> int:
+        return len(self._group.members)
+
     def score(self, items: Sequence[Any]) -> Call[list[Any]]:
         """One answer per item, in order."""
-        shares = divide(items, len(self._group.members))
+        shares = divide(items, self.count)
         members = self._group.rotated(self._turn)
         self._turn += len(shares)
         return members.call_each(
@@ -82,7 +90,7 @@ def divide(items: Sequence[Any], count: int) -> list[Sequence[Any]]:
 
 
 class RewardGroup:
-    """Reward-function workers and reward-model replicas."""
+    """Reward-function workers and reward-model replicas; each of them sees every completion."""
 
     def __init__(
         self,
@@ -91,27 +99,46 @@ class RewardGroup:
         weights: dict[str, float],
         timeouts: TimeoutConfig,
     ) -> None:
+        """``weights``: of every reward function and model in the sum, by name."""
         self._scorers = [Replicas(g, timeouts, "giving rewards") for g in (functions, models) if g is not None]
         self._weights = weights
 
-    def weights(self) -> dict[str, float]:
-        return self._weights
+    def score_groups(self, groups: Sequence[Sequence[Rollout]]) -> "JointCall[list[Scores]]":
+        """One Scores per group, in order."""
 
-    def score(self, groups: Sequence[Sequence[Rollout]]) -> "JointCall":
-        """Submits everything at once."""
-        return JointCall([scorer.score(groups) for scorer in self._scorers])
+        def fold(answers: list[list[Given]]) -> list[Scores]:
+            return [self._scores(of_group) for of_group in zip(*answers, strict=True)]
+
+        return JointCall([scorer.score(groups) for scorer in self._scorers], fold)
+
+    def score(self, rollouts: Sequence[Rollout]) -> "JointCall[Scores]":
+        """The scores of completions that form no groups."""
+
+        def fold(answers: list[list[Given]]) -> Scores:
+            return self._scores([concat(parts) for parts in answers])
+
+        return JointCall([scorer.score(divide(rollouts, scorer.count)) for scorer in self._scorers], fold)
+
+    def _scores(self, given: Sequence[Given]) -> Scores:
+        """What functions and models, one after the other, say of the same completions."""
+        return Scores({name: scores for one in given for name, scores in one.items()}, self._weights)
 
 
-class JointCall:
-    """Several calls about the same groups; what they say of a group joins into one."""
+def concat(parts: Sequence[Given]) -> Given:
+    """What one scorer's replicas say of their shares, in order."""
+    return {name: list(chain.from_iterable(part[name] for part in parts)) for name in parts[0]}
 
-    def __init__(self, calls: Sequence[Call[list[Scores]]]) -> None:
-        self._calls = calls
 
-    def result(self) -> list[Scores]:
-        return self._joined
+class JointCall(Generic[T]):
+    """Several calls about the same completions, submitted at once; their answers are folded into one."""
+
+    def __init__(self, calls: Sequence[Call[list[Given]]], fold: Callable[[list[list[Given]]], T]) -> None:
+        self._calls, self._fold = calls, fold
+
+    def result(self) -> T:
+        """Waits for all of them."""
+        return self._answer
 
     @cached_property
-    def _joined(self) -> list[Scores]:
-        answers = zip(*(call.result() for call in self._calls), strict=True)
-        return [dict(chain.from_iterable(scores.items() for scores in of_group)) for of_group in answers]
+    def _answer(self) -> T:
+        return self._fold([call.result() for call in self._calls])

@@ -11,7 +11,6 @@ from rlhf.batch import Rollout, TrainBatch
 from rlhf.config import Config
 from rlhf.models.packed import load_policy, load_scalar
 from rlhf.rewards import MODEL_NAME, RewardFunctions, Scoring, load_reward_functions
-from rlhf.roles import Scores
 from rlhf.training.engine import local_rank_device, resolve_dtype
 from rlhf.training.scorer import FrozenScorer, RewardModel
 
@@ -82,7 +81,7 @@ class RewardModelActor(RankActor):
             probe_key=f"{key}={settings.path}" if self._config.checks.probe else None,
         )
 
-    def score(self, groups: Sequence[Sequence[Rollout]]) -> list[Scores]:
+    def score(self, groups: Sequence[Sequence[Rollout]]) -> list[dict[str, list[float]]]:
         scores = self._model.score(groups, [decode(self._decoder, group) for group in groups])
         if self._on_shared_gpu:
             torch.cuda.empty_cache()
@@ -114,7 +113,7 @@ class RewardActor(RankActor):
         )
         self._functions.start()
 
-    def score(self, groups: Sequence[Sequence[Rollout]]) -> list[Scores]:
+    def score(self, groups: Sequence[Sequence[Rollout]]) -> list[dict[str, list[float]]]:
         under_way = [self._submit(group) for group in groups]
         return [scoring.result() for scoring in under_way]
 

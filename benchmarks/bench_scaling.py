@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import (
+    PHASES,
     TINY_SETTINGS,
     BackgroundTrain,
     Row,
@@ -38,7 +39,6 @@ CONFIG = "grpo_0.5b_1gpu.yaml"
 PARTS = ["separate", "colocate", "overlap", "recovery"]
 RECOVERY_RUN = "bench-recovery"
 START_S = 600.0  # for a run to have made its first steps, or a new worker to serve
-TRAIN_PHASES = ("score", "advantage", "update", "publish")
 
 
 class Scaling:
@@ -70,7 +70,7 @@ class Scaling:
             settings = ["placement.mode=separate", "algorithm.rollout_correction=token_truncate"]
             in_turns = self._run(workers, self._args.prompts, settings)
             generate_s = in_turns.median("time/generate_s")
-            train_s = sum(in_turns.median(f"time/{phase}_s") for phase in TRAIN_PHASES)
+            train_s = sum(in_turns.median(f"time/{phase}_s") for phase in PHASES[1:])
             row: Row = {
                 "part": "overlap",
                 "rollout_gpus": workers,

@@ -24,7 +24,8 @@ from rlhf.recipes import load_config
 from rlhf.tracking.tracker import OUTSIDE_STEPS
 
 ROOT = Path(__file__).resolve().parents[1]
-PHASES = ("generate", "score", "advantage", "update", "publish")  # of one training step, as its metrics name them
+# of one training step, as its metrics name them
+PHASES = ("generate", "reward", "reference", "score", "advantage", "update", "publish")
 TRAIN_SETTINGS = (  # nothing that only costs time, and no second attempt that would pass for the first
     "tracking.tensorboard=false",
     "tracking.completions_every_steps=0",

@@ -93,8 +93,8 @@ def make_driver(
         config=config,
         roles=roles,
         algorithm=make_algorithm(config.algorithm),
-        stream=GroupStream(stream, roles.rollouts, roles.reward, roles.reference, config),
-        eval_prompts=eval_prompts,
+        stream=GroupStream(stream, roles.rollouts, roles.reward, roles.reference, config, tracker.phase),
+        held_out=eval_prompts,
         gate=SamplingGate.of(
             config.checks,
             config.rollout,

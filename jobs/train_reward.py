@@ -62,7 +62,9 @@ def run(
     pad = pad_token_id(tokenizer, [*train, *held_out])
     with started(RewardTrainingCluster(config, total_steps=num_steps, pad_token_id=pad), tracker) as cluster:
         learner = cluster.learner()
-        loop = RewardTraining(config, learner, train, held_out, tracker, checkpoints)
+        loop = RewardTraining(
+            config=config, learner=learner, pairs=train, held_out=held_out, tracker=tracker, checkpoints=checkpoints
+        )
         with stops_at_step_end(loop):
             loop.run()
         final = None

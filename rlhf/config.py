@@ -324,11 +324,6 @@ class RewardConfig(Section, key="reward"):
             "reward: every weight is 0, and so is every reward; give one of reward.functions or reward.model another",
         )
 
-    @property
-    def num_replicas(self) -> int:
-        """So many parts of a batch can be scored at the same time."""
-        return max(self.num_workers, self.model.num_ranks if self.model else 1)
-
 
 @dataclass(frozen=True)
 class AutoscaleConfig(Section, key="rollout.autoscale"):

@@ -1,56 +1,30 @@
 """The loop. Generate, score, assign advantages, update, publish; everything else serves this page."""
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rlhf.algorithms import Algorithm
-from rlhf.batch import Prompt, TrainBatch
-from rlhf.checkpoint import CheckpointStore, read_state
+from rlhf.batch import TrainBatch
 from rlhf.checks.gate import DIFFERENCE, SamplingGate, compared_tokens
-from rlhf.checks.nonfinite import SkippedSteps, nonfinite_tensors, take_skip_report
+from rlhf.checks.nonfinite import nonfinite_tensors, take_skip_report
 from rlhf.config import Config
-from rlhf.rewards.total import check_abstained, combine
-from rlhf.roles import Critic, Learner, Metrics, Reference, Reward, Rollouts
-from rlhf.stream import Batch, GroupStream, merge_parts, sample_once
-from rlhf.tracking import Roofline, Tracker, rollout_metrics
+from rlhf.roles import Metrics, Roles, Trained
+from rlhf.run import Run, Stateful
+from rlhf.stream import Batch, GroupStream, sample_once
+from rlhf.tracking import Roofline, rollout_metrics
 
 
-@dataclass(frozen=True)
-class Roles:
-    """Who does the work. Reference and critic exist only where the algorithm asks for them."""
+@dataclass(kw_only=True)
+class Driver(Run[Config]):
+    """Reinforcement learning. ``step`` is also the version of the published weights."""
 
-    learner: Learner
-    rollouts: Rollouts
-    reward: Reward
-    reference: Reference | None = None
-    critic: Critic | None = None
-
-
-@dataclass
-class Driver:
-    """One training run. ``step`` counts finished training steps and is also the version of the published weights."""
-
-    config: Config
     roles: Roles
     algorithm: Algorithm
     stream: GroupStream
-    eval_prompts: Sequence[Prompt]
     gate: SamplingGate
-    tracker: Tracker
     roofline: Roofline
-    checkpoints: CheckpointStore
-    step: int = 0
-    stop_requested: bool = False
-    evaluations: dict[int, Metrics] = field(default_factory=dict)
-    skipped: SkippedSteps = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.skipped = SkippedSteps(self.config.checks)
 
     def run(self) -> None:
         """Trains to ``num_steps``, or to the end of the step in which ``stop_requested`` is set."""
@@ -62,8 +36,12 @@ class Driver:
             phase = self.tracker.phase
             with phase("generate"):
                 sampled = self.stream.next_batch(self.step)
+            with phase("reward"):
+                rewards = self.rewards(sampled)
+            with phase("reference"):
+                ref_logprobs = sampled.ref_logprobs
             with phase("score"):
-                batch = self.score(sampled)
+                batch = self.score(sampled.packed.with_(rewards=rewards, ref_logprobs=ref_logprobs))
             with phase("advantage"):
                 batch, metrics, nonfinite = self.assign_advantages(batch)
             with phase("update"):
@@ -80,20 +58,19 @@ class Driver:
         if not self.checkpoints.holds(self.step):
             self.save()
 
-    def score(self, sampled: Batch) -> TrainBatch:
-        """The rewards, and what the learners know of the batch: submitted at once, then awaited.
+    def rewards(self, sampled: Batch) -> Tensor:
+        """float32 [S], NaN where nobody gave one. Raises RewardError where ``reward.max_abstained`` is exceeded."""
+        sampled.scores.check_abstained(self.config.reward.max_abstained)
+        return sampled.scores.rewards
 
-        Raises RewardError where more of the completions have no reward than ``reward.max_abstained`` allows.
-        """
-        roles, batch = self.roles, sampled.packed
-        rewards = combine(sampled.scores, roles.reward.weights())
-        check_abstained(rewards, roles.reward.weights(), self.config.reward.max_abstained)
+    def score(self, batch: TrainBatch) -> TrainBatch:
+        """What policy and critic say of the batch before they learn from it, side by side."""
+        roles = self.roles
         roles.rollouts.sleep()
         old_logprobs = roles.learner.score(batch) if self.algorithm.needs_old_logprobs else None
         values = roles.critic.score(batch) if roles.critic else None
         return batch.with_(
             compared=compared_tokens(batch, self.step),
-            rewards=rewards,
             old_logprobs=old_logprobs.result() if old_logprobs else None,
             values=values.result() if values else None,
         )
@@ -137,24 +114,15 @@ class Driver:
         """Every live rollout worker gets the learner's weights as version ``step``, verified."""
         return self.roles.rollouts.publish(self.step)
 
-    def evaluate(self) -> None:
-        """Greedy completions of the held-out prompts; their mean reward."""
-        if not self.eval_prompts:
-            return
-        with self.tracker.phase("evaluate"):
-            rollouts = sample_once(self.eval_prompts, self.roles.rollouts)
-            size = math.ceil(len(rollouts) / self.config.reward.num_replicas)
-            parts = [rollouts[i : i + size] for i in range(0, len(rollouts), size)]
-            scores = merge_parts(self.roles.reward.score(parts).result())
-        rewards = combine(scores, self.roles.reward.weights())
-        self.evaluations[self.step] = rollout_metrics(rollouts, scores, rewards, group_size=1)
-        self.tracker.log_eval(self.step, self.evaluations[self.step])
+    def measure(self) -> Metrics:
+        """Rewards and lengths of one greedy completion of each held-out prompt."""
+        rollouts = sample_once(self.held_out, self.roles.rollouts)
+        return rollout_metrics(rollouts, self.roles.reward.score(rollouts).result(), group_size=1)
 
     def record(self, sampled: Batch, batch: TrainBatch, metrics: Metrics) -> None:
         """One line of metrics, and a table of completions every few steps."""
-        assert batch.rewards is not None and batch.advantages is not None
-        rollouts, group_size = sampled.rollouts, self.config.algorithm.group_size
-        metrics |= rollout_metrics(rollouts, sampled.scores, batch.rewards, group_size=group_size)
+        rollouts, rewards = sampled.rollouts, sampled.scores.rewards
+        metrics |= rollout_metrics(rollouts, sampled.scores, group_size=self.config.algorithm.group_size)
         metrics |= self.staleness(batch)
         metrics |= self.roofline.figures(
             batch,
@@ -165,7 +133,7 @@ class Driver:
         )
         self.tracker.log_step(self.step, metrics, num_tokens=len(batch.tokens), num_episodes=len(rollouts))
         if self.is_due(self.config.tracking.completions_every_steps):
-            self.tracker.log_completions(self.step, rollouts, batch.rewards, first_of_each(batch))
+            self.tracker.log_completions(self.step, rollouts, rewards, first_of_each(batch))
 
     def staleness(self, batch: TrainBatch) -> Metrics:
         """By how many versions the learner was ahead of the weights that sampled each token."""
@@ -174,43 +142,12 @@ class Driver:
         assert worst <= self.config.rollout.max_staleness, f"a token is {worst} weight versions old"
         return {"staleness/max": worst, "staleness/mean": staleness.float().mean().item()}
 
-    def save(self) -> None:
-        """One checkpoint of everything, whole or absent."""
-        with self.tracker.phase("checkpoint"), self.checkpoints.writing(self.step, self.state_dict()) as directory:
-            self.roles.learner.save(str(directory / "learner"))
-            if self.roles.critic:
-                self.roles.critic.save(str(directory / "critic"))
+    def trained(self) -> dict[str, Trained]:
+        critic = {"critic": self.roles.critic} if self.roles.critic else {}
+        return {"learner": self.roles.learner, **critic}
 
-    def resume(self) -> None:
-        """Goes on from the checkpoint that ``checkpoint.resume`` names, if there is one."""
-        if (directory := self.checkpoints.find(self.config.checkpoint.resume)) is None:
-            return
-        self.load_state_dict(read_state(directory))
-        self.roles.learner.load(str(directory / "learner"))
-        if self.roles.critic:
-            self.roles.critic.load(str(directory / "critic"))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything of the loop's own that a resumed run needs, as JSON."""
-        return {
-            "step": self.step,
-            "stream": self.stream.state_dict(),
-            "algorithm": self.algorithm.state_dict(),
-            "tracker": self.tracker.state_dict(),
-            "skipped": self.skipped.state_dict(),
-            "evaluations": {str(step): metrics for step, metrics in self.evaluations.items()},
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step = state["step"]
-        self.stream.load_state_dict(state["stream"])
-        self.algorithm.load_state_dict(state["algorithm"])
-        self.tracker.load_state_dict(state["tracker"])
-        self.skipped.load_state_dict(state["skipped"])
-        self.evaluations = {int(step): metrics for step, metrics in state["evaluations"].items()}
-
-    def is_due(self, every: int) -> bool:
-        return every > 0 and self.step % every == 0
+    def stateful(self) -> dict[str, Stateful]:
+        return {**super().stateful(), "stream": self.stream, "algorithm": self.algorithm}
 
 
 def first_of_each(batch: TrainBatch) -> Tensor:

@@ -2,15 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from rlhf.checkpoint import CheckpointStore, read_state
-from rlhf.checks.nonfinite import SkippedSteps, take_skip_report
+from rlhf.checks.nonfinite import take_skip_report
 from rlhf.config import RewardTrainingConfig
 from rlhf.data.preferences import Pair, epoch_batches, pair_batch
 from rlhf.roles import Metrics, Trained
-from rlhf.tracking import Tracker
+from rlhf.run import Run
 from rlhf.training.reward_learner import evaluate_pairs
 
 
@@ -19,23 +17,12 @@ def count_steps(config: RewardTrainingConfig, pairs: Sequence[Pair]) -> int:
     return config.num_epochs * math.ceil(len(pairs) / config.batch_pairs)
 
 
-@dataclass
-class RewardTraining:
-    """One run over preference pairs. ``step`` counts finished optimiser steps, and says where in the data it is."""
+@dataclass(kw_only=True)
+class RewardTraining(Run[RewardTrainingConfig]):
+    """A reward model learns from preference pairs. ``step`` says where in the data the run is."""
 
-    config: RewardTrainingConfig
     learner: Trained
     pairs: Sequence[Pair]
-    held_out: Sequence[Pair]
-    tracker: Tracker
-    checkpoints: CheckpointStore
-    step: int = 0
-    stop_requested: bool = False
-    evaluations: dict[int, Metrics] = field(default_factory=dict)
-    skipped: SkippedSteps = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.skipped = SkippedSteps(self.config.checks)
 
     def run(self) -> None:
         """Trains to the last step, or to the end of the step in which ``stop_requested`` is set.
@@ -73,37 +60,11 @@ class RewardTraining:
             )
         ]
 
-    def evaluate(self) -> None:
+    def measure(self) -> Metrics:
         """Loss, accuracy and margin of the held-out pairs."""
-        if not self.held_out:
-            return
-        with self.tracker.phase("evaluate"):
-            batch = pair_batch(self.held_out)
-            scores = self.learner.score(batch).result()
-        self.evaluations[self.step] = evaluate_pairs(scores, batch, center_coef=self.config.center_coef)
-        self.tracker.log_eval(self.step, self.evaluations[self.step])
+        batch = pair_batch(self.held_out)
+        scores = self.learner.score(batch).result()
+        return evaluate_pairs(scores, batch, center_coef=self.config.center_coef)
 
-    def save(self) -> None:
-        """One checkpoint of everything, whole or absent."""
-        state: dict[str, Any] = {
-            "step": self.step,
-            "tracker": self.tracker.state_dict(),
-            "skipped": self.skipped.state_dict(),
-            "evaluations": {str(step): metrics for step, metrics in self.evaluations.items()},
-        }
-        with self.tracker.phase("checkpoint"), self.checkpoints.writing(self.step, state) as directory:
-            self.learner.save(str(directory / "learner"))
-
-    def resume(self) -> None:
-        """Goes on from the checkpoint that ``checkpoint.resume`` names, if there is one."""
-        if (directory := self.checkpoints.find(self.config.checkpoint.resume)) is None:
-            return
-        state = read_state(directory)
-        self.step = state["step"]
-        self.tracker.load_state_dict(state["tracker"])
-        self.skipped.load_state_dict(state["skipped"])
-        self.evaluations = {int(step): metrics for step, metrics in state["evaluations"].items()}
-        self.learner.load(str(directory / "learner"))
-
-    def is_due(self, every: int) -> bool:
-        return every > 0 and self.step % every == 0
+    def trained(self) -> dict[str, Trained]:
+        return {"learner": self.learner}

@@ -4,16 +4,16 @@ Calls that take long and can run side by side return a ``Pending``; ``result()``
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from torch import Tensor
 
 from rlhf.batch import Prompt, Rollout, TrainBatch
+from rlhf.rewards.total import Scores
 
 T_co = TypeVar("T_co", covariant=True)
 Metrics = dict[str, float]
-Scores = dict[str, list[float]]
-"""One list [S] per reward function or model, by its metric name."""
 
 
 class Pending(Protocol[T_co]):
@@ -73,15 +73,12 @@ class Critic(Trained, Protocol):
 class Reward(Protocol):
     """Everything that gives a reward."""
 
-    def score(self, groups: Sequence[Sequence[Rollout]]) -> Pending[list[Scores]]:
-        """The scores of each group, in order, unweighted. NaN: a function abstained.
-
-        Each group is scored by itself: no function sees two together.
-        """
+    def score_groups(self, groups: Sequence[Sequence[Rollout]]) -> Pending[list[Scores]]:
+        """The scores of each group, in order. Each group is scored by itself: no function sees two together."""
         ...
 
-    def weights(self) -> dict[str, float]:
-        """The weight of each of them in the sum."""
+    def score(self, rollouts: Sequence[Rollout]) -> Pending[Scores]:
+        """The scores of completions that form no groups, in order; divided among all who can score them."""
         ...
 
 
@@ -115,3 +112,14 @@ class Rollouts(Protocol):
         """Frees the device memory that a colocated learner needs, until the next ``publish``. No-op where nothing is
         shared."""
         ...
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Who does the work of a run. Reference and critic exist only where the algorithm asks for them."""
+
+    learner: Learner
+    rollouts: Rollouts
+    reward: Reward
+    reference: Reference | None = None
+    critic: Critic | None = None

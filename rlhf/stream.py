@@ -1,12 +1,15 @@
 """From prompts to training batches: one stream of finished groups, at most ``max_staleness`` weight versions ahead.
 
-Prompts are admitted while their groups can still be trained on in time; groups are scored as they finish, while others
-are still being sampled; a batch is made of the first to finish, as far as no group left behind becomes too old. With
-``max_staleness=0`` a step admits exactly its own prompts and waits for all of them: strictly on-policy.
+Prompts are admitted while their groups can still be trained on in time; rewards and reference are asked about groups as
+they finish, while others are still being sampled; a batch is made of the first to finish, as far as no group left
+behind becomes too old. With ``max_staleness=0`` a step admits exactly its own prompts and waits for all of them:
+strictly on-policy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -17,8 +20,8 @@ from rlhf.algorithms.grpo import zero_variance_groups
 from rlhf.batch import Prompt, Rollout, TrainBatch, pack
 from rlhf.config import Config
 from rlhf.data.prompts import PromptStream
-from rlhf.rewards.total import combine
-from rlhf.roles import Pending, Reference, Reward, Rollouts, Scores
+from rlhf.rewards.total import Scores
+from rlhf.roles import Pending, Reference, Reward, Rollouts
 
 T = TypeVar("T")
 
@@ -44,7 +47,7 @@ class Item(Generic[T]):
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """A finished group, and what is known or on its way about it."""
+    """A finished group, and what has been asked about it."""
 
     admitted: Admitted
     rollouts: list[Rollout]
@@ -52,23 +55,44 @@ class ScoredGroup:
     ref_logprobs: Item[Tensor] | None
 
 
-@dataclass(frozen=True)
 class Batch:
-    """One training step's rollouts, groups contiguous and in the order of their prompts."""
+    """One training step's completions, groups contiguous and in the order of their prompts."""
 
-    rollouts: list[Rollout]
-    packed: TrainBatch  # with the reference's log-probabilities, if there is a reference
-    scores: Scores
+    def __init__(self, groups: Sequence[ScoredGroup]) -> None:
+        self._groups = groups
+        self.rollouts = [rollout for group in groups for rollout in group.rollouts]
+        self.packed: TrainBatch = pack(self.rollouts)
+
+    @cached_property
+    def scores(self) -> Scores:
+        """Waits for what rewards are still on their way."""
+        return Scores.concat([group.scores.result() for group in self._groups])
+
+    @cached_property
+    def ref_logprobs(self) -> Tensor | None:
+        """float32 [N]: waits for what the reference has not scored yet; None without a reference."""
+        found = [group.ref_logprobs.result() for group in self._groups if group.ref_logprobs]
+        return torch.cat(found) if found else None
+
+
+Phase = Callable[[str], AbstractContextManager[None]]
+"""Counts the time in its body as that of a phase: ``Tracker.phase``."""
 
 
 class GroupStream:
     """The stream of one run. Not thread-safe."""
 
     def __init__(
-        self, prompts: PromptStream, rollouts: Rollouts, reward: Reward, reference: Reference | None, config: Config
+        self,
+        prompts: PromptStream,
+        rollouts: Rollouts,
+        reward: Reward,
+        reference: Reference | None,
+        config: Config,
+        phase: Phase,
     ) -> None:
         self._prompts, self._rollouts, self._reward, self._reference = prompts, rollouts, reward, reference
-        self._algorithm, self._max_staleness = config.algorithm, config.rollout.max_staleness
+        self._algorithm, self._max_staleness, self._phase = config.algorithm, config.rollout.max_staleness, phase
         self._last_step = config.num_steps - 1
         self._checks, self._all_compared = config.checks, config.needs_rollout_logprobs
         self._last_comparison: int | None = None  # the step of the last that came about
@@ -99,7 +123,7 @@ class GroupStream:
             self._admit(step, num_replaced)
         taken = sorted((self._ready[i] for i in chosen), key=lambda group: group.admitted.prompt.id)
         self._ready = [group for i, group in enumerate(self._ready) if i not in chosen]
-        return assemble(taken)
+        return Batch(taken)
 
     def state_dict(self) -> dict[str, Any]:
         """The position among the prompts, and the ids of those admitted but not consumed."""
@@ -108,7 +132,7 @@ class GroupStream:
         return {"prompts": self._prompts.state_dict(), "pending": sorted(pending)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on there: what was pending is sampled anew, before any other prompt."""
+        """Resumes there; pending prompts are resampled before any other."""
         self._prompts.load_state_dict(state["prompts"])
         self._resumed = [self._prompts.at(position) for position in state["pending"]]
 
@@ -138,7 +162,7 @@ class GroupStream:
         return range(start, start + num_groups)
 
     def _next_groups(self) -> list[ScoredGroup]:
-        """Waits for one, takes all that have finished, and asks for their rewards and reference log-probabilities
+        """Waits for one group, takes all that have finished, and asks for their rewards and reference log-probabilities
         without waiting for those.
 
         They go together, for each call costs time, but none is packed with another: numbers must not depend on the
@@ -146,7 +170,7 @@ class GroupStream:
         """
         finished = self._rollouts.next_groups(self._sampling)
         groups = list(finished.values())
-        scores = self._reward.score(groups)
+        scores = self._reward.score_groups(groups)
         reference = self._reference.score([pack(rollouts) for rollouts in groups]) if self._reference else None
         scored = []
         for index, (group_id, rollouts) in enumerate(finished.items()):
@@ -157,7 +181,8 @@ class GroupStream:
         return scored
 
     def _is_equal(self, group: ScoredGroup) -> bool:
-        rewards = combine(group.scores.result(), self._reward.weights())
+        with self._phase("reward"):
+            rewards = group.scores.result().rewards
         rewards = clip_rewards(rewards, self._algorithm.reward_clip)  # as the advantages see them
         return bool(zero_variance_groups(rewards, self._algorithm.group_size).all())
 
@@ -200,24 +225,6 @@ def choose_batch(ready: Sequence[int], sampling: Sequence[int], *, step: int, si
     if len(chosen) + len(rest) < size:
         return None
     return chosen | set(rest[: size - len(chosen)])
-
-
-def assemble(groups: Sequence[ScoredGroup]) -> Batch:
-    """Packs the groups and waits for their scores."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    packed = pack(rollouts)
-    parts = [group.scores.result() for group in groups]
-    references = [group.ref_logprobs.result() for group in groups if group.ref_logprobs]
-    return Batch(
-        rollouts,
-        packed.with_(ref_logprobs=torch.cat(references) if references else None),
-        merge_parts(parts),
-    )
-
-
-def merge_parts(parts: Sequence[Scores]) -> Scores:
-    """The scores of several groups as those of one."""
-    return {name: [score for part in parts for score in part[name]] for name in parts[0]}
 
 
 def sample_once(prompts: Sequence[Prompt], rollouts: Rollouts) -> list[Rollout]:

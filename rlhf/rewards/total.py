@@ -1,11 +1,50 @@
 """The reward of a completion: the weighted sum of what was given for it."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from rlhf.errors import RewardError
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What S completions were given, by whom, and what each of them counts."""
+
+    given: dict[str, list[float]]  # [S] by the name of a reward function or model, unweighted; NaN where it abstained
+    weights: dict[str, float]  # of each name in the sum
+
+    @cached_property
+    def rewards(self) -> Tensor:
+        """float32 [S]: the weighted sum; NaN where nobody gave a score. Raises RewardError as ``combine`` does."""
+        return combine(self.given, self.weights)
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:
+        """The scores of several batches of completions, one after the other. They come from the same functions."""
+        first = parts[0]
+        return cls({name: [x for part in parts for x in part.given[name]] for name in first.given}, first.weights)
+
+    def check_abstained(self, max_abstained: float) -> None:
+        """Raises RewardError where more than the share ``max_abstained`` of the completions has no reward."""
+        num_abstained = int(self.rewards.isnan().sum())
+        if num_abstained <= max_abstained * len(self.rewards):
+            return
+        deciding = [name for name, weight in self.weights.items() if weight != 0]
+        who = (
+            f"every reward function of nonzero weight ({', '.join(deciding)}) abstained"
+            if deciding
+            else "all weights are 0"
+        )
+        raise RewardError(
+            f"{num_abstained} of {len(self.rewards)} completions of this step "
+            f"({num_abstained / len(self.rewards):.0%}) have no reward: {who}; return numbers for more of them, drop "
+            f"those prompts, or raise reward.max_abstained={max_abstained:g}"
+        )
 
 
 def combine(scores: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> Tensor:
@@ -24,21 +63,3 @@ def combine(scores: Mapping[str, Sequence[float]], weights: Mapping[str, float])
             "return smaller numbers, or lower their weights"
         )
     return total.where(given.any(dim=0), torch.nan)
-
-
-def check_abstained(rewards: Tensor, weights: Mapping[str, float], max_abstained: float) -> None:
-    """Raises RewardError where a larger share than ``max_abstained`` of a step's rewards float [S] is missing (NaN)."""
-    num_abstained = int(rewards.isnan().sum())
-    if num_abstained <= max_abstained * len(rewards):
-        return
-    deciding = [name for name, weight in weights.items() if weight != 0]
-    who = (
-        f"every reward function of nonzero weight ({', '.join(deciding)}) abstained"
-        if deciding
-        else "all weights are 0"
-    )
-    raise RewardError(
-        f"{num_abstained} of {len(rewards)} completions of this step ({num_abstained / len(rewards):.0%}) have no "
-        f"reward: {who}; return numbers for more of them, drop those prompts, or raise "
-        f"reward.max_abstained={max_abstained:g}"
-    )

@@ -2,26 +2,24 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from rlhf.algorithms.grpo import zero_variance_groups
 from rlhf.batch import Rollout
+from rlhf.rewards.total import Scores
 from rlhf.roles import Metrics
 
 
-def rollout_metrics(
-    rollouts: Sequence[Rollout], scores: Mapping[str, Sequence[float]], rewards: Tensor, *, group_size: int
-) -> Metrics:
+def rollout_metrics(rollouts: Sequence[Rollout], scores: Scores, *, group_size: int) -> Metrics:
     """Metrics of S rollouts: ``reward*`` and ``frac_reward_zero_std``, ``rewards/<function>/*``, ``completions/*``.
 
-    ``scores``: one list [S] per reward function, NaN where it abstained; ``rewards`` float [S]: their weighted sum, NaN
-    where nobody gave one. Groups of ``group_size`` are contiguous. Deviations are Bessel-corrected; lengths in tokens.
+    Groups of ``group_size`` are contiguous. Deviations are Bessel-corrected; lengths in tokens.
     """
-    assert rollouts and len(rollouts) == len(rewards) and len(rewards) % group_size == 0
-    metrics = reward_metrics(rewards, group_size=group_size)
-    for name, values in scores.items():
+    assert rollouts and len(rollouts) == len(scores.rewards) and len(rollouts) % group_size == 0
+    metrics = reward_metrics(scores.rewards, group_size=group_size)
+    for name, values in scores.given.items():
         metrics |= function_metrics(name, values)
     return metrics | length_metrics(rollouts)
 

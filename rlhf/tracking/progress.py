@@ -14,6 +14,7 @@ from rich.text import Text
 from rlhf.tracking.performance import Bottleneck
 
 TEXT_WIDTH = 240  # characters of a prompt or completion in the table
+SHOWN_FROM_S = 0.05  # a shorter phase would read 0.0 s
 HEADLINES = ("reward", "accuracy", "margin")  # what says whether a run works: a policy's; a reward model's
 
 
@@ -37,7 +38,7 @@ def step_line(
     if (rate := record.get("tokens_per_s")) is not None:
         parts.append(f"{rate:.0f} tokens/s")
     for name, seconds in record.items():
-        if name.startswith("time/") and seconds is not None:
+        if name.startswith("time/") and seconds is not None and seconds >= SHOWN_FROM_S:
             parts.append(f"{name.removeprefix('time/').removesuffix('_s')} {seconds:.1f} s")
     if bottleneck is not None and bottleneck.bound is not None:  # the longest phase alone can be seen above
         parts.append(f"bound by {bottleneck}")

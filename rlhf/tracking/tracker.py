@@ -47,6 +47,7 @@ class Tracker:
         self._step = -1  # of the last record that stays; -1: none does
         self._since_step: dict[str, float] = {}  # wall seconds of each phase since the last step's record
         self._phase: str | None = None
+        self._phase_started_s = 0.0
         self._started_s = time.perf_counter()
         self._warned: set[str] = set()
         self._files: dict[str, JsonLines] = {}
@@ -67,19 +68,22 @@ class Tracker:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the wall seconds of its body to phase ``name``. Phases do not nest."""
-        assert self._phase is None, f"phase {name} began inside phase {self._phase}"
-        self._phase = name
-        self._display.phase(name)
-        started_s = time.perf_counter()
+        """Adds the wall seconds of its body to phase ``name``. Within another phase, they are not the other's."""
+        outer = self._phase
+        self._enter(name)
         try:
             yield
         finally:
-            elapsed_s = time.perf_counter() - started_s
+            self._enter(outer)
+
+    def _enter(self, phase: str | None) -> None:
+        """The phase that was on ends here, and ``phase`` begins; None: no phase does."""
+        now_s = time.perf_counter()
+        if self._phase is not None:
             for seconds in (self.phases, self._since_step):
-                seconds[name] = seconds.get(name, 0.0) + elapsed_s
-            self._phase = None
-            self._display.phase(None)
+                seconds[self._phase] = seconds.get(self._phase, 0.0) + now_s - self._phase_started_s
+        self._phase, self._phase_started_s = phase, now_s
+        self._display.phase(phase)
 
     def log_step(
         self, step: int, metrics: Mapping[str, float], *, num_tokens: int, num_episodes: int | None = None

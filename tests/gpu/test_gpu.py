@@ -25,11 +25,10 @@ from rlhf.algorithms import make_algorithm
 from rlhf.batch import Prompt, Rollout, TrainBatch, pack
 from rlhf.config import AlgorithmConfig
 from rlhf.data.prompts import load_prompts
-from rlhf.driver import Roles
 from rlhf.models.packed import PolicyModel, load_policy, packed_inputs
 from rlhf.models.probe import TOLERANCE, check_packing, probe_batch
 from rlhf.recipes import load_config
-from rlhf.rewards.total import combine
+from rlhf.roles import Roles
 from rlhf.training.engine import Engine
 from rlhf.training.learner import PolicyLearner, ValueLearner
 from tests.families import FAMILIES, make_model, small_config
@@ -112,7 +111,7 @@ def test_weights_cross_and_training_stays_where_it_is(live) -> None:
         rollouts = sample(roles, prompts, group_size=8)
         batch = pack(rollouts)
         assert batch.versions.unique().tolist() == [version]
-        rewards = combine(roles.reward.score([rollouts]).result()[0], roles.reward.weights())
+        rewards = roles.reward.score(rollouts).result().rewards
         roles.rollouts.sleep()  # colocated: weights and cache are gone, and come back with the next publish
         logprobs = roles.learner.score(batch).result()
         assert batch.rollout_logprobs is not None

@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 
 from actors.cluster import Cluster
 from rlhf.config import Config
-from rlhf.driver import Roles
 from rlhf.recipes import load_config
+from rlhf.roles import Roles
 
 ROOT = Path(__file__).resolve().parents[2]
 

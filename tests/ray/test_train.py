@@ -144,7 +144,10 @@ def test_replicas_divide_groups_and_answers_keep_their_order(ray_session, tiny_c
         groups = [
             [Rollout(Prompt(i, [5], "x"), 0, [2] * i + [3], np.zeros(i + 1, np.int32), "stop")] for i in range(size)
         ]
-        assert reward.score(groups).result() == [{"even_tokens": [i / (i + 1)]} for i in range(size)]
+        scores = reward.score_groups(groups).result()
+        assert [of_group.given for of_group in scores] == [{"even_tokens": [i / (i + 1)]} for i in range(size)]
+        together = reward.score([rollout for group in groups for rollout in group]).result()
+        assert together.rewards.tolist() == pytest.approx([i / (i + 1) for i in range(size)])
     group.kill()
 
 
@@ -173,8 +176,11 @@ def test_calls_wait_for_an_asynchronous_judge_together(ray_session, tiny_config,
     group.call("start", deadline=deadline, doing="starting").result()
     reward = RewardGroup(group, None, reward_weights(config), config.timeouts)
     rollouts = [Rollout(Prompt(i, [5], "x"), 0, [3] * i, np.zeros(i, np.int32), "stop") for i in (1, 2, 3)]
-    calls = [reward.score([[rollouts[0]], [rollouts[1]]]), reward.score([[rollouts[2]]])]
-    assert [call.result() for call in calls] == [[{"judge": [1.0]}, {"judge": [2.0]}], [{"judge": [3.0]}]]
+    calls = [reward.score_groups([[rollouts[0]], [rollouts[1]]]), reward.score_groups([[rollouts[2]]])]
+    assert [[of_group.given for of_group in call.result()] for call in calls] == [
+        [{"judge": [1.0]}, {"judge": [2.0]}],
+        [{"judge": [3.0]}],
+    ]
     group.kill()
 
 
@@ -198,7 +204,7 @@ def test_a_dead_rank_is_named_at_once(ray_session, tiny_config) -> None:
     pid = ray.get(member.handle.__ray_call__.remote(lambda actor: os.getpid()), timeout=30)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ActorError, match=r"reward\[0\] on \S+: died while giving rewards"):
-        reward.score([[Rollout(Prompt(0, [5], "x"), 0, [6], np.zeros(1, np.int32), "stop")]]).result()
+        reward.score([Rollout(Prompt(0, [5], "x"), 0, [6], np.zeros(1, np.int32), "stop")]).result()
 
 
 def test_a_wait_that_is_too_long_names_who_and_which_key(live) -> None:

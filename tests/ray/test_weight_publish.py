@@ -17,7 +17,6 @@ from rlhf.batch import Prompt, Rollout, TrainBatch, pack
 from rlhf.data.prompts import load_prompts
 from rlhf.errors import ActorError, UnwrittenWeightsError
 from rlhf.models.packed import load_policy
-from rlhf.rewards.total import combine
 from rlhf.training.weights import Layout, bucket_layout, bucket_size, pack_bucket
 
 pytestmark = pytest.mark.ray
@@ -55,9 +54,9 @@ def gap(logprobs: torch.Tensor, batch: TrainBatch) -> float:
 
 
 def train_once(config, roles, rollouts, batch) -> None:
-    (scores,) = roles.reward.score([rollouts]).result()
+    rewards = roles.reward.score(rollouts).result().rewards
     (ref_logprobs,) = roles.reference.score([batch]).result()
-    batch = batch.with_(rewards=combine(scores, roles.reward.weights()), ref_logprobs=ref_logprobs)
+    batch = batch.with_(rewards=rewards, ref_logprobs=ref_logprobs)
     roles.learner.update(make_algorithm(config.algorithm).assign_advantages(batch)[0], 0).result()
 
 
@@ -90,8 +89,8 @@ def test_what_a_group_comes_with_does_not_change_its_scores(live, prompts) -> No
     together = roles.reference.score(batches).result()
     alone = [roles.reference.score([batch]).result()[0] for batch in batches]
     assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
-    rewards = roles.reward.score(groups).result()
-    assert rewards == [roles.reward.score([group]).result()[0] for group in groups]
+    rewards = [scores.rewards.tolist() for scores in roles.reward.score_groups(groups).result()]
+    assert rewards == [roles.reward.score(group).result().rewards.tolist() for group in groups]
 
 
 def test_groups_are_whole_and_each_prompt_comes_once(live, prompts) -> None:

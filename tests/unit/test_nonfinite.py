@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rlhf.algorithms import make_algorithm
-from rlhf.batch import Prompt, Rollout, TrainBatch, pack
+from rlhf.batch import Prompt, Rollout, TrainBatch
 from rlhf.checkpoint import CheckpointStore
 from rlhf.checks.gate import SamplingGate
 from rlhf.checks.nonfinite import SkippedSteps, nonfinite_tensors, skip_report, take_skip_report
@@ -26,13 +26,10 @@ from rlhf.recipes import load_config
 from rlhf.reward_driver import RewardTraining
 from rlhf.stream import Batch
 from rlhf.tracking import Tracker
+from tests.fakes import Done, batch_of
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 NOTHING: Any = None
-
-
-def done(value: Any) -> Any:
-    return SimpleNamespace(result=lambda: value)
 
 
 class Learner:
@@ -44,14 +41,14 @@ class Learner:
 
     def score(self, batch: TrainBatch) -> Any:
         self._calls += 1
-        return done(torch.full((batch.num_completion_tokens,), self._scores.get(self._calls - 1, -1.0)))
+        return Done(torch.full((batch.num_completion_tokens,), self._scores.get(self._calls - 1, -1.0)))
 
     def update(self, batch: TrainBatch, step: int) -> Any:
         self._log.append((f"{self._name} learns", step))
         bad = {"loss": math.nan, "grad_norm": math.inf, "skipped": 1.0}
         report = skip_report([bad]) if step in self._skips else {}
         prefix = "critic/" if self._name == "critic" else ""
-        return done({f"{prefix}loss": 0.5} | {f"{prefix}{name}": value for name, value in report.items()})
+        return Done({f"{prefix}loss": 0.5} | {f"{prefix}{name}": value for name, value in report.items()})
 
     def save(self, directory: str) -> None:
         self._log.append((f"{self._name} is saved", Path(directory).parent.name))
@@ -78,8 +75,7 @@ class Stream:
             for i in range(2)
             for k in range(2)
         ]
-        packed = pack(rollouts).with_(ref_logprobs=torch.full((8,), -2.0))
-        return Batch(rollouts, packed, {"judge": [1.0, 0.0, 1.0, 0.0]})
+        return batch_of(rollouts, {"judge": [1.0, 0.0, 1.0, 0.0]}, {"judge": 1.0}, torch.full((8,), -2.0))
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -110,7 +106,6 @@ def ppo_driver(
     roles: Any = SimpleNamespace(
         learner=Learner(log, "policy", old_logprobs or {}, policy_skips),
         critic=Learner(log, "critic", values or {}, critic_skips),
-        reward=SimpleNamespace(weights=lambda: {"judge": 1.0}),
         rollouts=Pool(log),
     )
     tokenizer: Any = SimpleNamespace(batch_decode=lambda ids, **_: ["text"] * len(ids))
@@ -120,7 +115,7 @@ def ppo_driver(
         roles=roles,
         algorithm=make_algorithm(config.algorithm),
         stream=Stream(),  # type: ignore[arg-type]
-        eval_prompts=[],
+        held_out=[],
         gate=SamplingGate(math.inf, math.inf),
         tracker=Tracker(tracking, run_dir, num_steps=config.num_steps, tokenizer=tokenizer),
         roofline=SimpleNamespace(figures=lambda *_, **__: {}),  # type: ignore[arg-type]

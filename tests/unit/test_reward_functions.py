@@ -32,7 +32,7 @@ from rlhf.rewards.functions import (
     length_penalty,
     number_match,
 )
-from rlhf.rewards.total import check_abstained, combine
+from rlhf.rewards.total import Scores, combine
 
 MODULE = """
 counter = 0
@@ -488,16 +488,16 @@ def test_a_sum_that_float32_cannot_hold_is_an_error() -> None:
 
 
 def test_more_abstained_than_allowed_ends_the_run() -> None:
-    rewards = torch.tensor([math.nan, math.nan, 1.0, math.nan])
-    check_abstained(rewards, {"a": 1.0}, 0.75)
+    given = [math.nan, math.nan, 1.0, math.nan]
+    Scores({"a": given}, {"a": 1.0}).check_abstained(0.75)
     with pytest.raises(RewardError) as caught:
-        check_abstained(rewards, {"a": 1.0, "b": 0.0, "c": 2.0}, 0.5)
+        Scores({"a": given, "b": [1.0] * 4, "c": given}, {"a": 1.0, "b": 0.0, "c": 2.0}).check_abstained(0.5)
     assert str(caught.value) == (
         "3 of 4 completions of this step (75%) have no reward: every reward function of nonzero weight (a, c) "
         "abstained; return numbers for more of them, drop those prompts, or raise reward.max_abstained=0.5"
     )
     with pytest.raises(RewardError, match="have no reward: all weights are 0; "):
-        check_abstained(rewards, {"a": 0.0}, 0.5)
+        Scores({"a": given}, {"a": 0.0}).check_abstained(0.5)
 
 
 def test_text_is_asked_for_only_by_functions_that_take_it() -> None:

@@ -1,6 +1,6 @@
 """Scores of many groups: divided among replicas, joined again, each group's own."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -8,11 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.proxies import JointCall, divide
+from actors.proxies import RewardGroup, divide
 from benchmarks.bench_learner import ragged_batch
+from rlhf.config import TimeoutConfig
 from rlhf.errors import RewardError
 from rlhf.models.packed import load_policy
 from rlhf.training.scorer import FrozenScorer, RewardModel
+from tests.fakes import Done
 
 
 @given(st.lists(st.integers(), max_size=20), st.integers(1, 6))
@@ -23,22 +25,39 @@ def test_every_item_goes_to_one_replica_in_order(items: list[int], count: int) -
     assert all(divided) and (not divided or max(map(len, divided)) - min(map(len, divided)) <= 1)
 
 
-@dataclass
-class Answered:
-    answer: list[dict[str, list[float]]]
+class Replicas:
+    """One role's actors, without any: each completion's score is its own text, read as a number."""
 
-    def result(self) -> list[dict[str, list[float]]]:
-        return self.answer
+    def __init__(self, names: Sequence[str], count: int) -> None:
+        self._names, self.count = names, count
+        self.groups: list[Sequence[str]] = []
+
+    def score(self, groups: Sequence[Sequence[str]]) -> Done[list[dict[str, list[float]]]]:
+        self.groups += groups
+        return Done([{name: [float(text) for text in group] for name in self._names} for group in groups])
+
+
+def reward_of(*scorers: Replicas) -> RewardGroup:
+    reward = RewardGroup(None, None, {"right": 1.0, "short": 0.5, "model": 2.0}, TimeoutConfig())
+    reward._scorers = list(scorers)  # type: ignore[assignment]
+    return reward
 
 
 def test_functions_and_models_join_group_by_group() -> None:
-    functions = Answered([{"right": [1.0], "short": [0.5]}, {"right": [0.0], "short": [0.1]}])
-    models = Answered([{"model": [2.0]}, {"model": [3.0]}])
-    calls: list[Any] = [functions, models]
-    assert JointCall(calls).result() == [
-        {"right": [1.0], "short": [0.5], "model": [2.0]},
-        {"right": [0.0], "short": [0.1], "model": [3.0]},
-    ]
+    groups: Any = [["1", "2"], ["3"]]
+    first, second = reward_of(Replicas(["right", "short"], 1), Replicas(["model"], 2)).score_groups(groups).result()
+    assert first.given == {"right": [1.0, 2.0], "short": [1.0, 2.0], "model": [1.0, 2.0]}
+    assert first.rewards.tolist() == [3.5, 7.0]
+    assert second.given == {"right": [3.0], "short": [3.0], "model": [3.0]}
+
+
+def test_completions_that_are_no_group_are_divided_among_each_roles_replicas() -> None:
+    rollouts: Any = ["1", "2", "3", "4", "5"]
+    functions, models = Replicas(["right"], 1), Replicas(["model"], 2)
+    scores = reward_of(functions, models).score(rollouts).result()
+    assert scores.given == {"right": [1.0, 2.0, 3.0, 4.0, 5.0], "model": [1.0, 2.0, 3.0, 4.0, 5.0]}
+    assert functions.groups == [["1", "2", "3", "4", "5"]]
+    assert [list(group) for group in models.groups] == [["1", "2"], ["3", "4", "5"]]
 
 
 def test_a_frozen_model_scores_each_batch_as_if_it_came_alone(tiny_model_dir) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 from rlhf.batch import Prompt, Rollout
 from rlhf.config import Config
 from rlhf.recipes import load_config
+from rlhf.rewards.total import Scores
 from rlhf.stream import GroupStream, choose_batch, sample_once
+from tests.fakes import Done
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUP = 2
@@ -82,14 +85,6 @@ class Pool:
         return {i: self.groups.pop(i) for i in found}
 
 
-@dataclass(frozen=True)
-class Done:
-    scores: list[dict[str, list[float]]]
-
-    def result(self) -> list[dict[str, list[float]]]:
-        return self.scores
-
-
 @dataclass
 class EveryThird:
     """Groups of prompts 0, 3, 6, ... have one good sample; all others are equal."""
@@ -98,11 +93,10 @@ class EveryThird:
     bad: float = 0.0
     others: float = 0.0  # rewards of groups without a good sample
 
-    def weights(self) -> dict[str, float]:
-        return {"right": 1.0}
-
-    def score(self, groups: Sequence[Sequence[Rollout]]) -> Done:
-        return Done([{"right": [self.reward(rollout) for rollout in group]} for group in groups])
+    def score_groups(self, groups: Sequence[Sequence[Rollout]]) -> Done[list[Scores]]:
+        return Done(
+            [Scores({"right": [self.reward(rollout) for rollout in group]}, {"right": 1.0}) for group in groups]
+        )
 
     def reward(self, rollout: Rollout) -> float:
         if rollout.prompt.id % 3:
@@ -112,7 +106,7 @@ class EveryThird:
 
 def make(settings: Config, seed: int = 0, reward: EveryThird | None = None) -> tuple[GroupStream, Counting, Pool]:
     prompts, pool = Counting(), Pool(Random(seed))
-    stream = GroupStream(prompts, pool, reward or EveryThird(), None, settings)  # type: ignore[arg-type]
+    stream = GroupStream(prompts, pool, reward or EveryThird(), None, settings, nullcontext)  # type: ignore[arg-type]
     return stream, prompts, pool
 
 
@@ -125,7 +119,7 @@ def test_on_policy_takes_exactly_its_prompts_in_their_order() -> None:
         assert [(r.prompt.id, r.sample_index) for r in batch.rollouts] == expected
         assert batch.packed.versions.unique().tolist() == [step]
         assert prompts.taken == 4 * step + 4
-        assert len(batch.scores["right"]) == 8
+        assert len(batch.scores.given["right"]) == 8
 
 
 def test_some_groups_of_some_steps_are_compared_with_the_learner_each_place_in_its_turn() -> None:
@@ -204,7 +198,7 @@ def test_equal_groups_are_replaced_exactly() -> None:
     stream, prompts, _ = make(config(4, tries=10))
     batch = stream.next_batch(0)
     assert all(r.prompt.id % 3 == 0 for r in batch.rollouts)
-    assert batch.scores["right"] == [1.0, 0.0] * 4
+    assert batch.scores.given["right"] == [1.0, 0.0] * 4
     assert 10 <= prompts.taken < 4 + 10 * 4
 
 
@@ -227,7 +221,7 @@ def test_out_of_tries_the_batch_is_filled_with_equal_groups() -> None:
     stream, prompts, _ = make(config(4, tries=1))
     batch = stream.next_batch(0)
     assert prompts.taken == 8, "one batch's worth of replacements"
-    assert len(batch.rollouts) == len(batch.scores["right"]) == 8
+    assert len(batch.rollouts) == len(batch.scores.given["right"]) == 8
     assert stream.state_dict()["pending"] == []
 
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from rlhf.batch import Prompt, Rollout
 from rlhf.config import TrackingConfig
 from rlhf.errors import ConfigError, DataError
+from rlhf.rewards.total import Scores
 from rlhf.tracking import Tracker, print_summary, rollout_metrics, write_summary
 
 QUIET = TrackingConfig(tensorboard=False, progress=False)
@@ -61,6 +62,10 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
+def given(rewards: torch.Tensor) -> Scores:
+    return Scores({"f": rewards.tolist()}, {"f": 1.0})
+
+
 def steps(path: Path) -> list[int]:
     return [record["step"] for record in records(path)]
 
@@ -69,8 +74,14 @@ def test_reward_metrics_by_hand():
     # squared distances from the mean 2: 1 + 1 + 0 + 0, over 4 - 1
     metrics = rollout_metrics(
         [rollout(n) for n in (1, 2, 3, 4)],
-        {"length": [1.0, 3.0, math.nan, math.nan], "rare": [math.nan, 7.0, math.nan, math.nan]},
-        torch.tensor([1.0, 3.0, 2.0, 2.0]),
+        Scores(
+            {
+                "length": [1.0, 3.0, math.nan, math.nan],
+                "rare": [math.nan, 7.0, math.nan, math.nan],
+                "both": [0.0, -4.0, 2.0, 2.0],
+            },
+            {"length": 1.0, "rare": 4 / 7, "both": 1.0},
+        ),
         group_size=2,
     )
     assert metrics["reward"] == 2.0
@@ -84,33 +95,33 @@ def test_reward_metrics_by_hand():
 
 def test_completions_without_reward_are_counted_and_left_out():
     missing = torch.tensor([1.0, math.nan, math.nan, 4.0, 7.0, math.nan, 5.0, 5.0, math.nan])
-    metrics = rollout_metrics([rollout(1)] * 9, {}, missing, group_size=3)
+    metrics = rollout_metrics([rollout(1)] * 9, given(missing), group_size=3)
     assert metrics["reward/abstained"] == pytest.approx(4 / 9)
     assert metrics["reward"] == pytest.approx(22 / 5)
     assert metrics["reward_std"] == pytest.approx(math.sqrt(sum((x - 4.4) ** 2 for x in (1, 4, 7, 5, 5)) / 4))
     assert metrics["frac_reward_zero_std"] == pytest.approx(2 / 3), "equal, or fewer than two"
-    nobody = rollout_metrics([rollout(1)] * 2, {}, torch.full((2,), math.nan), group_size=1)
+    nobody = rollout_metrics([rollout(1)] * 2, given(torch.full((2,), math.nan)), group_size=1)
     assert nobody["reward/abstained"] == 1.0
     assert math.isnan(nobody["reward"])
-    assert rollout_metrics([rollout(1)], {}, torch.ones(1), group_size=1)["reward/abstained"] == 0.0
+    assert rollout_metrics([rollout(1)], given(torch.ones(1)), group_size=1)["reward/abstained"] == 0.0
 
 
 def test_equal_rewards_have_zero_deviation_whatever_their_rounding():
-    metrics = rollout_metrics([rollout(1)] * 3, {}, torch.full((3,), 1e4 + 0.1), group_size=3)
+    metrics = rollout_metrics([rollout(1)] * 3, given(torch.full((3,), 1e4 + 0.1)), group_size=3)
     assert metrics["frac_reward_zero_std"] == 1.0
     assert metrics["reward_std"] == pytest.approx(0.0, abs=1e-9)
 
 
 def test_without_groups_there_is_no_share_of_equal_ones():
-    metrics = rollout_metrics([rollout(1)] * 3, {}, torch.tensor([0.0, 1.0, 2.0]), group_size=1)
+    metrics = rollout_metrics([rollout(1)] * 3, given(torch.tensor([0.0, 1.0, 2.0])), group_size=1)
     assert metrics["reward_std"] == 1.0
     assert "frac_reward_zero_std" not in metrics
-    assert rollout_metrics([rollout(1)], {}, torch.tensor([4.0]), group_size=1)["reward_std"] == 0.0
+    assert rollout_metrics([rollout(1)], given(torch.tensor([4.0])), group_size=1)["reward_std"] == 0.0
 
 
 def test_length_metrics_by_hand():
     rollouts = [rollout(2), rollout(8, truncated=True), rollout(4), rollout(8, truncated=True)]
-    metrics = rollout_metrics(rollouts, {}, torch.zeros(4), group_size=2)
+    metrics = rollout_metrics(rollouts, given(torch.zeros(4)), group_size=2)
     lengths = {name.removeprefix("completions/"): v for name, v in metrics.items() if name.startswith("completions/")}
     assert lengths == {
         "mean_length": 5.5,
@@ -121,7 +132,7 @@ def test_length_metrics_by_hand():
         "min_terminated_length": 2.0,
         "max_terminated_length": 4.0,
     }
-    all_cut = rollout_metrics([rollout(8, truncated=True)] * 2, {}, torch.zeros(2), group_size=2)
+    all_cut = rollout_metrics([rollout(8, truncated=True)] * 2, given(torch.zeros(2)), group_size=2)
     assert all_cut["completions/clipped_ratio"] == 1.0
     assert all_cut["completions/mean_terminated_length"] == 0.0
 
@@ -261,11 +272,23 @@ def test_what_is_not_finite_becomes_null_with_one_warning_each(tmp_path: Path):
     assert (first["loss"], first["kl"], first["reward"], second["loss"]) == (None, None, 1.0, None)
 
 
-def test_a_step_cannot_be_recorded_twice_nor_phases_nest(tmp_path: Path):
+def test_the_time_of_a_phase_inside_another_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    now_s = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
     tracker = tracker_in(tmp_path)
-    nested = pytest.raises(AssertionError, match="score began inside phase update")
-    with tracker.phase("update"), nested, tracker.phase("score"):
-        pass
+    with tracker.phase("generate"):
+        now_s += 1
+        with tracker.phase("reward"):
+            now_s += 10
+        now_s += 2
+    with tracker.phase("reward"):
+        now_s += 20
+    now_s += 100  # in no phase
+    assert tracker.step_phases == {"generate": 3, "reward": 30}
+
+
+def test_a_step_cannot_be_recorded_twice(tmp_path: Path):
+    tracker = tracker_in(tmp_path)
     tracker.log_step(1, {}, num_tokens=1)
     with pytest.raises(AssertionError, match="step 1"):
         tracker.log_step(1, {}, num_tokens=1)
@@ -325,20 +348,23 @@ def test_evaluations_have_their_own_file(tmp_path: Path):
     assert records(tmp_path / "metrics.jsonl") == []
 
 
-def test_without_a_terminal_each_step_is_one_line(tmp_path: Path):
+def test_without_a_terminal_each_step_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    now_s = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
     console = plain()
     tracker = tracker_in(tmp_path, TrackingConfig(tensorboard=False), console)
     tracker.log_eval(0, {"reward": 0.125})
     for step in (1, 2):
-        for phase in ("generate", "score", "advantage", "update", "publish"):
+        for phase, seconds in {"generate": 1.5, "reward": 0.5, "advantage": 0.01, "publish": 0.19}.items():
             with tracker.phase(phase):
-                pass
-        tracker.log_step(step, {"reward": step / 4, "objective/kl": 0.5}, num_tokens=10)
+                now_s += seconds
+        tracker.log_step(step, {"reward": step / 4, "objective/kl": 0.5}, num_tokens=22)
     tracker.close()
     evaluation, first, second = printed(console).splitlines()
     assert evaluation == "evaluation at step 0/9  reward 0.125"
-    assert first.startswith("step 1/9  reward 0.25  kl 0.5  ") and "tokens/s  generate 0.0 s  score 0.0 s" in first
-    assert second.startswith("step 2/9  reward 0.5") and second.endswith("publish 0.0 s")
+    phases = "10 tokens/s  generate 1.5 s  reward 0.5 s  publish 0.2 s"
+    assert first == f"step 1/9  reward 0.25  kl 0.5  {phases}"
+    assert second == f"step 2/9  reward 0.5  kl 0.5  {phases}"
     assert "\x1b" not in printed(console)
 
 
