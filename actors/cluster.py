@@ -1,14 +1,14 @@
-"""From a configuration to live roles: connects to Ray, places every actor, starts them side by side, and ends them."""
+"""From a configuration to live roles: places every actor, starts them side by side, and ends them."""
 
 import contextlib
-import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import ray
 
+from actors.connect import resolve_device
 from actors.control import RunControl
+from actors.environment import actor_env
 from actors.group import ActorGroup, Call, Deadline, RankActor
 from actors.learner import CriticActor, LearnerActor
 from actors.placement import Placement
@@ -17,74 +17,13 @@ from actors.rollouts.engine_loop import WorkerSpec, worker_env
 from actors.rollouts.factory import WorkerFactory
 from actors.rollouts.pool import RolloutPool
 from actors.scorers import ReferenceActor, RewardActor, RewardModelActor
-from actors.weights.publish import ObjectStoreTransport, SessionTransport, Transport
-from rlhf.config import Config, RewardTrainingConfig
+from actors.weights.routes import choose_route
+from actors.weights.transports import make_transport
+from rlhf.config import Config
 from rlhf.errors import PlacementError
-from rlhf.planning.topology import Device, Slot, Topology, plan_topology
+from rlhf.planning.topology import Slot, Topology, plan_topology
 from rlhf.rewards import MODEL_NAME, load_reward_functions
 from rlhf.roles import Roles
-
-PROJECT_ROOT = Path(__file__).resolve().parent.parent
-SPARE_CPUS = 16  # of a local cluster, for rollout workers that are added while a run is under way
-QUIET = {
-    "TOKENIZERS_PARALLELISM": "false",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TQDM_DISABLE": "1",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "DS_LOG_LEVEL": "error",
-    "PYTHONWARNINGS": "ignore",
-}
-
-
-@contextlib.contextmanager
-def connect(config: Config | RewardTrainingConfig) -> Iterator[None]:
-    """Joins the cluster at ``ray.address`` or $RAY_ADDRESS, or starts a local one that ends with the run."""
-    address = config.ray.address or os.environ.get("RAY_ADDRESS")
-    if ray.is_initialized():
-        yield  # the caller's cluster, the caller's to end
-        return
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
-    if address:
-        ray.init(address=address, **quiet)
-    else:
-        device: Device = "gpu" if has_local_gpu() and config.placement.device != "cpu" else "cpu"
-        needed = plan_topology(config, device).totals()
-        ray.init(
-            address="local",  # whatever else runs on this machine
-            # logical: roles take turns on the real ones; some to spare, for `rlhf scale`
-            num_cpus=max(os.cpu_count() or 1, int(needed["CPU"]) + 1 + SPARE_CPUS),
-            include_dashboard=False,
-            object_store_memory=config.ray.object_store_mib << 20,
-            **quiet,
-        )
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def has_local_gpu() -> bool:
-    """Whether this machine has an NVIDIA GPU, without importing torch."""
-    return Path("/proc/driver/nvidia/gpus").is_dir() or Path("/dev/nvidia0").exists()
-
-
-def resolve_device(config: Config | RewardTrainingConfig) -> Device:
-    """placement.device, or what the cluster has."""
-    if config.placement.device != "auto":
-        return config.placement.device
-    return "gpu" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
-
-
-def gpu_env(role: str, num_cpus: float) -> dict[str, str]:
-    """What an actor on a GPU needs in its environment before torch is imported."""
-    # torch.compile's default is a pool of worker processes as wide as the machine; vLLM needs those cores.
-    env = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, int(num_cpus)))}
-    if role != "rollout":
-        # Fewer holes between blocks of ragged sizes. Not for engines: vLLM's memory pool for sleeping does not bear it.
-        env["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    return env
 
 
 class ActorCluster:
@@ -150,23 +89,26 @@ class ActorCluster:
         return ActorGroup.locate(role, handles, self._deadline)
 
     def _env(self, role: str, slot: Slot) -> dict[str, str]:
-        """Environment of an actor: quiet libraries, its share of CPU threads, and on CPU no device at all."""
-        path = os.pathsep.join([str(PROJECT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        env = QUIET | {
-            "RLHF_RUN": self._config.name,
-            "PYTHONPATH": path,
-            "OMP_NUM_THREADS": str(max(1, int(slot.num_cpus))),
-        }
-        if self.device == "cpu":
-            return env | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-        return env | gpu_env(role, slot.num_cpus)
+        """Environment of an actor in a slot."""
+        return actor_env(self._config.name, role, self.device, slot.num_cpus)
+
+    def _locate(self, created: Mapping[str, Call[ActorGroup]]) -> None:
+        """Waits for the roles' processes."""
+        self._groups |= {role: call.result() for role, call in created.items()}
+
+    def _start_roles(self) -> None:
+        """Starts all roles side by side: start-up is imports and loading."""
+        calls = [self._start(role) for role in self._groups]
+        for call in calls:
+            call.result()
 
     def _start(self, role: str) -> Call[Any]:
         group = self._groups[role]
         args: tuple[Any, ...] = ()
         if role in ("learner", "critic"):
-            root = group.members[0]
-            args = (root.node, ray.get(root.handle.free_port.remote(), timeout=self._deadline.seconds))
+            root = ActorGroup(group.members[:1])
+            (port,) = root.call("free_port", deadline=self._deadline, doing="choosing a port").result()
+            args = (root.members[0].node, port)
         return group.call("start", *args, deadline=self._deadline, doing="starting")
 
 
@@ -188,30 +130,40 @@ class Cluster(ActorCluster):
         return env
 
     def _start_all(self) -> None:
-        """Creates every process, then starts all roles at once: start-up is imports and loading, and overlaps."""
+        created = self._create_all()
+        self._pool = self._make_pool()
+        if self._shares_gpus:
+            self._start_shared(created)
+        else:
+            self._start_separate(created)
+        route = choose_route(self.device, colocated=self._config.placement.colocated)
+        self._pool.connect(make_transport(self._groups["learner"], route))
+
+    def _create_all(self) -> dict[str, Call[ActorGroup]]:
+        """Every role's processes but the pool's, on their way."""
         config, roles = self._config, self.topology.slots
         learners = {"learner": LearnerActor, "critic": CriticActor}
         scorers = {"reference": ReferenceActor, "reward_model": RewardModelActor, "reward": RewardActor}
-        located = {r: self._create(r, a, lambda i, n: (config, i, n)) for r, a in learners.items() if r in roles}
-        located |= {r: self._create(r, a, lambda i, n: (config,)) for r, a in scorers.items() if r in roles}
-        if self._shares_gpus:  # workers that span GPUs use those that Ray gave to learner ranks: these must be known
-            self._groups |= {role: located.pop(role).result() for role in ("learner", "critic") if role in located}
-            self._check_memory()
-        self._pool = self._make_pool()
+        created = {r: self._create(r, a, lambda i, n: (config, i, n)) for r, a in learners.items() if r in roles}
+        return created | {r: self._create(r, a, lambda i, n: (config,)) for r, a in scorers.items() if r in roles}
+
+    def _start_shared(self, created: Mapping[str, Call[ActorGroup]]) -> None:
+        """vLLM sizes its KV cache from the memory it finds free: it goes first, and sleeps before others load."""
+        self._locate(created)  # a worker that spans GPUs uses those that Ray gave to learner ranks
+        self._check_memory()
         self._pool.launch()
-        self._groups |= {role: call.result() for role, call in located.items()}
-        if self._shares_gpus:
-            # vLLM sizes its KV cache from the memory it finds free: it goes first, and sleeps before others load.
-            self._pool.await_started()
-            self._pool.sleep()
-        elif self.device == "gpu":
+        self._pool.await_started()
+        self._pool.sleep()
+        self._start_roles()
+
+    def _start_separate(self, created: Mapping[str, Call[ActorGroup]]) -> None:
+        """All at once."""
+        self._pool.launch()
+        self._locate(created)
+        if self.device == "gpu":
             self._check_memory()
-        calls = [self._start(role) for role in self._groups]
-        for call in calls:
-            call.result()
-        if not self._shares_gpus:
-            self._pool.await_started()
-        self._pool.connect(self._transport())
+        self._start_roles()
+        self._pool.await_started()
 
     def _check_memory(self) -> None:
         """Tells what the learners decide from their GPU's memory. Raises ConfigError where the run will not fit it."""
@@ -299,12 +251,6 @@ class Cluster(ActorCluster):
             reference=Replicas(groups["reference"], timeouts, "scoring groups") if "reference" in groups else None,
             critic=LearnerGroup(groups["critic"], timeouts) if "critic" in groups else None,
         )
-
-    def _transport(self) -> Transport:
-        learner = self._groups["learner"]
-        if self.device == "cpu":
-            return ObjectStoreTransport(learner)
-        return SessionTransport(learner, "share" if self._config.placement.colocated else "broadcast")
 
 
 def reward_weights(config: Config) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """A role's ranks as one: dispatch to all, collect from all, with deadlines and errors that name who and where."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
@@ -29,41 +29,94 @@ class Member:
 
 @dataclass(frozen=True)
 class Deadline:
-    """How long a wait may take, and the config key that says so."""
+    """How long a wait may take, and the config key that says so. Each call starts its own, unless it runs already."""
 
     seconds: float
     key: str
+    ends: float | None = None  # time.monotonic(); None: not started
+
+    def start(self) -> "Deadline":
+        """The same, running from now on; itself if it runs already."""
+        return self if self.ends is not None else Deadline(self.seconds, self.key, time.monotonic() + self.seconds)
+
+    def half(self) -> "Deadline":
+        """Runs out when half of the time left is gone: a wait for workers leaves the others time if one is late."""
+        return Deadline(self.left_s / 2, self.key).start()
+
+    @property
+    def left_s(self) -> float:
+        assert self.ends is not None, "a deadline has to be started"
+        return max(0.0, self.ends - time.monotonic())
 
 
 class Call(Generic[T]):
-    """Calls in flight on several actors; ``result`` waits for all and folds their answers into one."""
+    """One call in flight on each of several members.
+
+    Who needs every answer asks for the ``result``, which raises the first failure. Who can go on without some members
+    asks to ``gather`` answers and failures. Who has other rules ``wait``s and looks at ``answers`` and ``failed``.
+    """
 
     def __init__(
         self, refs: Sequence[tuple[Member, Any]], doing: str, deadline: Deadline, fold: Callable[[list[Any]], T]
     ) -> None:
-        self._refs, self._doing, self._fold = list(refs), doing, fold
-        self._deadline = deadline
-        self._ends = time.monotonic() + deadline.seconds
+        """``fold`` makes the result of all members' answers, which are in the order of ``refs``."""
+        self._members = [member for member, _ in refs]
+        self._pending = {ref: member for member, ref in refs}
+        self._doing, self._deadline, self._fold = doing, deadline.start(), fold
+        self.answers: dict[Member, Any] = {}
+        self.failed: dict[Member, RlhfError] = {}
 
     def result(self) -> T:
-        """Waits for every rank; the first failure is raised at once, not after the others' deadlines."""
-        return self._answer
+        """Waits for every member; the first failure is raised at once, not after the others' deadlines."""
+        return self._folded
 
     @cached_property
-    def _answer(self) -> T:
-        owners = {ref: member for member, ref in self._refs}
-        pending, answers = list(owners), {}
-        while pending:
-            ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, self._ends - time.monotonic()))
+    def _folded(self) -> T:
+        self.wait(until_failure=True)
+        for error in self.failed.values():
+            raise error
+        if self._pending:
+            raise self._late(self._pending.values())
+        return self._fold([self.answers[member] for member in self._members])
+
+    def gather(self) -> tuple[dict[Member, Any], dict[Member, RlhfError]]:
+        """Waits for every member: (the answers, what befell the others, which may be that they were late)."""
+        self.wait()
+        self.give_up()
+        return self.answers, self.failed
+
+    def wait(self, timeout_s: float | None = None, *, until_failure: bool = False) -> bool:
+        """Waits for all to end, at most to the deadline, or for ``timeout_s``. Returns whether all have answered."""
+        ends = time.monotonic() + (self._deadline.left_s if timeout_s is None else timeout_s)
+        while self._pending and not (until_failure and self.failed):
+            ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=max(0.0, ends - time.monotonic()))
             if not ready:
-                late = ", ".join(str(owners[ref]) for ref in pending)
-                raise DeadlineError(
-                    f"{late}: still busy with {self._doing} after {self._deadline.seconds:g} s; raise "
-                    f"{self._deadline.key} if that is normal"
-                )
-            for ref in ready:
-                answers[ref] = fetch(ref, owners[ref], self._doing)
-        return self._fold([answers[ref] for ref in owners])
+                break
+            member = self._pending.pop(ready[0])
+            try:
+                self.answers[member] = fetch(ready[0], member, self._doing)
+            except RlhfError as error:
+                self.failed[member] = error
+        return not self._pending and not self.failed
+
+    def give_up(self) -> None:
+        """Counts those that have not ended as failed."""
+        self.failed |= {member: self._late([member]) for member in self._pending.values()}
+        self._pending.clear()
+
+    def __or__(self, other: "Call[Any]") -> "Call[T]":
+        """Both in flight as one, under this one's deadline."""
+        both = Call([], self._doing, self._deadline, self._fold)
+        both._members = [*self._members, *other._members]
+        both._pending = self._pending | other._pending
+        both.answers, both.failed = self.answers | other.answers, self.failed | other.failed
+        return both
+
+    def _late(self, members: Iterable[Member]) -> DeadlineError:
+        return DeadlineError(
+            f"{', '.join(map(str, members))}: still busy with {self._doing} after {self._deadline.seconds:g} s; raise "
+            f"{self._deadline.key} if that is normal"
+        )
 
 
 def fetch(ref: Any, member: Member, doing: str, timeout_s: float = 60.0) -> Any:
@@ -115,9 +168,9 @@ class ActorGroup:
         fold: Callable[[list[Any]], Any] = lambda answers: answers,
     ) -> Call[Any]:
         """``method(*args)`` on every rank. Arguments are stored once and shared."""
-        stored = [ray.put(arg) if _is_large(arg) else arg for arg in args]
-        refs = [(member, getattr(member.handle, method).remote(*stored)) for member in self.members]
-        return Call(refs, doing, deadline, fold)
+        stored = tuple(ray.put(arg) if _is_large(arg) else arg for arg in args)
+        every = [stored] * len(self.members)
+        return self.call_each(method, every, deadline=deadline, doing=doing, fold=fold)
 
     def call_each(
         self,

@@ -10,7 +10,8 @@ from transformers import AutoConfig
 
 from actors.group import RankActor
 from actors.weights.channel import Rendezvous
-from actors.weights.sender import Route, WeightSender
+from actors.weights.object_store import StoredBucket
+from actors.weights.sender import WeightSender
 from rlhf.batch import TrainBatch
 from rlhf.config import LearnerConfig
 from rlhf.models.packed import PackedModel, load_policy, load_scalar
@@ -184,14 +185,14 @@ class LearnerActor(EngineActor):
         """As WeightSender's, on this node."""
         return self._sender.host_rendezvous(self.node(), timeout_s)
 
-    def join_weights(self, rendezvous: Rendezvous, route: Route, timeout_s: float) -> tuple[str, bytes]:
-        return self._sender.join(rendezvous, route, timeout_s)
+    def join_weights(self, route: str, rendezvous: Rendezvous, timeout_s: float) -> dict[str, bytes]:
+        return self._sender.join(route, rendezvous, timeout_s)
 
     def send_weights(self, timeout_s: float) -> list[int]:
         return self._sender.send(timeout_s)
 
-    def send_object_store(self) -> list[Any]:
-        return self._sender.to_object_store()
+    def store_weights(self) -> list[tuple[StoredBucket, int]]:
+        return self._sender.store()
 
 
 class CriticActor(EngineActor):

@@ -53,8 +53,8 @@ class RewardTrainingCluster(ActorCluster):
             RewardLearnerActor,
             lambda rank, count: (self._config, rank, count, self._total_steps, self._pad_token_id),
         )
-        self._groups["learner"] = created.result()
-        self._start("learner").result()
+        self._locate({"learner": created})
+        self._start_roles()
 
     def learner(self) -> LearnerGroup:
         """The reward model in training."""

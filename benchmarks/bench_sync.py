@@ -21,18 +21,24 @@ import torch
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 import actors.weights.sender
-from actors.cluster import Cluster, connect
+from actors.cluster import Cluster
+from actors.connect import connect
 from actors.group import Call, Deadline
 from actors.learner import LearnerActor
-from actors.weights.publish import ObjectStoreTransport, PublishResult, SessionTransport, Transport, publish
+from actors.weights.publish import PublishResult, publish
 from actors.weights.sender import WeightSender
+from actors.weights.transports import Transport, make_transport
 from benchmarks.common import ROOT, Row, show, write_json
 from rlhf.config import Config
 from rlhf.recipes import load_config
 from rlhf.training.engine import deepspeed_config, init_distributed, local_rank_device, resolve_dtype
 
 WARM_UP = 2  # the first publish of a session joins it, the second is the first to copy as all later ones do
-PLACEMENT = {"ipc": "colocate", "nccl": "separate", "object-store": "separate"}
+MODES = {  # placement.mode, and the route
+    "ipc": ("colocate", "share"),
+    "nccl": ("separate", "broadcast"),
+    "object-store": ("separate", "object_store"),
+}
 
 
 class WeightsActor(LearnerActor):
@@ -98,7 +104,7 @@ class Bench:
         self._ask_learner("held_gpu_bytes")
         learner_before = self._ask_learner("held_gpu_bytes")
         self._ask_learner("use_buckets", bucket_bytes, checksums)
-        transport = self._transport()
+        transport = make_transport(self._learner, MODES[self._mode][1])
         for _ in range(WARM_UP):
             first = self._publish(transport)
         self._ask_learner("held_gpu_bytes")
@@ -118,11 +124,6 @@ class Bench:
             "worker_gib": (self._worker_bytes() - worker_before) / 2**30,
             "loaded": self._verify(results[-1]) if checksums else "unchecked",
         }
-
-    def _transport(self) -> Transport:
-        if self._mode == "object-store":
-            return ObjectStoreTransport(self._learner)
-        return SessionTransport(self._learner, "share" if self._mode == "ipc" else "broadcast")
 
     def _publish(self, transport: Transport) -> PublishResult:
         result = publish(next(self._versions), transport, [self._worker], self._deadline)
@@ -154,7 +155,7 @@ def make_config(args: argparse.Namespace, zero_stage: int) -> Config:
     overrides = [
         f"model.path={args.model}",
         f"name=bench_sync_{os.getpid()}_{zero_stage}",
-        f"placement.mode={PLACEMENT[args.mode]}",
+        f"placement.mode={MODES[args.mode][0]}",
         f"placement.device={'cpu' if args.tiny else 'gpu'}",
         f"learner.zero_stage={zero_stage}",
         "learner.num_ranks=1",
@@ -174,7 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--tiny", action="store_true", help="on CPU, with small buckets")
-    parser.add_argument("--mode", choices=list(PLACEMENT))
+    parser.add_argument("--mode", choices=list(MODES))
     parser.add_argument("--zero", type=int, nargs="*", default=[3, 1], choices=[0, 1, 2, 3])
     parser.add_argument("--bucket-mib", type=int, nargs="*", default=[64, 256, 1024])
     parser.add_argument("--repeats", type=int, default=10)

@@ -9,7 +9,8 @@ import ray
 import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from actors.cluster import Cluster, connect
+from actors.cluster import Cluster
+from actors.connect import connect
 from jobs.runs import begin, find_start, keep_trying, load_tokenizer, started, stops_at_step_end, summarise
 from rlhf.algorithms import make_algorithm
 from rlhf.batch import Prompt

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from actors.cluster import connect
+from actors.connect import connect
 from actors.reward_training import RewardTrainingCluster
 from jobs.runs import begin, find_start, keep_trying, load_tokenizer, started, stops_at_step_end, summarise
 from rlhf.checkpoint import CheckpointStore

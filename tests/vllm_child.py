@@ -12,7 +12,7 @@ from typing import Any
 
 from actors.rollouts.engine_loop import EngineLoop, Request, WorkerSpec, engine_args, worker_env
 from rlhf.batch import Prompt, Rollout
-from rlhf.training.weights import Layout
+from rlhf.training.weights import Layout, to_plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +36,7 @@ def run(job: Job) -> list[Rollout]:
     engine = LLMEngine.from_engine_args(EngineArgs(**engine_args(job.spec)))
     try:
         engine.collective_rpc("begin_weight_update")
-        for specs, data in zip(job.layout, job.buckets, strict=True):
-            update = {"layout": [[dataclasses.asdict(spec) for spec in specs]], "data": [data]}
-            engine.collective_rpc("update_weights", args=(update,))
+        engine.collective_rpc("receive_objects", args=(to_plain(job.layout), job.buckets))
         engine.collective_rpc("finish_weight_update")
         assert engine.collective_rpc("unwritten_modules") == [[]]
         loop = EngineLoop(job.spec)  # its thread is not needed

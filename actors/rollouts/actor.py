@@ -4,16 +4,18 @@ import contextlib
 import dataclasses
 import queue
 import time
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
-
-import ray
 
 from actors.group import RankActor
 from actors.rollouts.engine_loop import EngineLoop, Request, WorkerSpec
 from actors.weights.channel import TransferAbortedError
+from actors.weights.object_store import StoredBucket
+from actors.weights.routes import ObjectStore
 from rlhf.batch import Rollout
 from rlhf.errors import UnwrittenWeightsError
-from rlhf.training.weights import TensorSpec
+from rlhf.training.weights import to_plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,30 +78,24 @@ class RolloutActor(RankActor):
         return self._loop.call(begin)
 
     def join_weights(self, info: dict[str, Any]) -> None:
-        """Joins a session with the learner (vllm_weights.InitInfo). Raises TransferAbortedError."""
-        self._rpc("init_weight_transfer_engine", info)
-        self._received()
+        """Joins a session with the learner (BucketReceiver.join says what ``info`` holds). Raises
+        TransferAbortedError."""
+        _raise_if_aborted(self._rpc("join_session", info))
 
-    def receive(
-        self, timeout_s: float, buckets: list[tuple[tuple[TensorSpec, ...], ray.ObjectRef]] | None = None
-    ) -> list[list[int]]:
-        """Loads what the session's sender sends, or ``buckets`` from the object store, one after the other.
+    def receive_session(self, timeout_s: float) -> list[list[int]]:
+        """Loads what the session's sender sends; returns every engine process's checksums of the buckets, in order.
 
-        Returns every engine process's checksums of the buckets, in order. Raises TransferAbortedError.
+        Raises TransferAbortedError.
         """
-        if buckets is None:
-            self._rpc("update_weights", {"timeout_s": timeout_s})
-        for specs, reference in buckets or ():
-            layout = [[dataclasses.asdict(spec) for spec in specs]]
-            self._rpc("update_weights", {"layout": layout, "data": [ray.get(reference, timeout=timeout_s)]})
-        return self._received()
-
-    def _received(self) -> list[list[int]]:
-        received = self._rpc("received_weights")
-        for _, aborted in received:
-            if aborted:
-                raise TransferAbortedError(aborted)
+        received = self._rpc("receive_session", timeout_s)
+        _raise_if_aborted([why for _, why in received])
         return [sums for sums, _ in received]
+
+    def receive_objects(self, buckets: Sequence[StoredBucket], timeout_s: float) -> list[list[int]]:
+        """Loads buckets from the object store, one after the other; returns the checksums as ``receive_session``."""
+        fetched = ObjectStore().receiver(buckets, timeout_s)
+        by_bucket = [self._rpc("receive_objects", to_plain([specs]), [data]) for specs, data in fetched]
+        return [list(chain.from_iterable(of_process)) for of_process in zip(*by_bucket, strict=True)]
 
     def finish_update(self) -> None:
         """Makes the new weights current. The prefix cache of the old ones is never asked again (EngineLoop.add).
@@ -147,3 +143,9 @@ class RolloutActor(RankActor):
 
     def _rpc(self, method: str, *args: Any) -> Any:
         return self._loop.call(lambda engine: engine.collective_rpc(method, args=args))
+
+
+def _raise_if_aborted(reasons: Sequence[str]) -> None:
+    """Each engine process says why, or ''."""
+    for why in filter(None, reasons):
+        raise TransferAbortedError(why)

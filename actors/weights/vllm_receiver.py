@@ -1,100 +1,83 @@
 """The receiving end of a weight publish, inside vLLM's worker processes.
 
 Named as vLLM's ``worker_extension_cls``, so that importing it in every worker process registers our engine with vLLM's
-native weight-transfer API (initialise, start, update, finish). One engine for three transports, because all need the
-same that the built-in ones lack: a CPU path, checksums of every bucket as it arrived, and a way out when a peer dies.
+native weight-transfer API, which makes it, and starts and finishes updates. Joining and receiving are calls of our own
+(``WorkerExtension``): they tell the checksum of every bucket as it arrived, and why a transfer was aborted if it was.
 
 Weights are copied straight into the live model where vLLM keeps them as loaded; else through its layer-wise reload.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from actors.weights.channel import (
-    BroadcastReceiver,
-    Receiver,
-    Rendezvous,
-    Session,
-    SharedReceiver,
-    TransferAbortedError,
-)
+from actors.weights.channel import Receiver, Rendezvous, Session, TransferAbortedError
 from actors.weights.load_plan import Copies, LoadPlan, UnplannableError, keeps_weights_as_loaded
-from rlhf.training.weights import Layout, TensorSpec, bucket_size, checksum, view_bucket
+from actors.weights.routes import ROUTES, SessionRoute
+from rlhf.training.weights import (
+    Layout,
+    PlainLayout,
+    TensorSpec,
+    bucket_size,
+    checksum,
+    from_plain,
+    view_bucket,
+)
 
 BACKEND = "rlhf"
 
-PlainLayout = list[list[dict[str, Any]]]
-"""A Layout of lists and dicts only, which is what vLLM's messages between its processes carry."""
 
-
-def _layout(plain: PlainLayout) -> Layout:
-    shapes = ("shape", "full_shape")
-    return [tuple(TensorSpec(**{**spec, **{key: tuple(spec[key]) for key in shapes}}) for spec in b) for b in plain]
-
-
-@dataclass
-class InitInfo(WeightTransferInitInfo):
-    """Which session to join. ``handles``: of the rings to share, by place; without them buckets are broadcast."""
-
-    rendezvous: dict[str, Any]
-    first_receiver: int  # this engine's processes are receivers from here on
-    timeout_s: float
-    layout: PlainLayout
-    handles: dict[str, bytes] = field(default_factory=dict)
-
-
-@dataclass
-class UpdateInfo(WeightTransferUpdateInfo):
-    """All buckets of the session, or those of ``layout`` as bytes in ``data``, one after the other."""
-
-    timeout_s: float = 0.0
-    layout: PlainLayout = field(default_factory=list)
-    data: list[Any] = field(default_factory=list)
-
-
-class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
+class BucketReceiver(WeightTransferEngine[WeightTransferInitInfo, WeightTransferUpdateInfo]):
     """Receives buckets, sums them up, and loads them."""
 
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
+    init_info_cls = WeightTransferInitInfo
+    update_info_cls = WeightTransferUpdateInfo
 
-    aborted = ""  # why the last join or transfer was given up
     unwritten: list[str]  # modules that the last update left as they were, wholly or in part
-    _sums: list[Tensor]
     _session: Session | None = None
     _receiver: Receiver | None = None
     _layout: Layout | None = None
     _plan: LoadPlan | None = None
+    _copies: dict[int, Copies]  # by bucket; of this session
     _reloading = False  # vLLM's layer-wise reload is under way
     _partial: Tensor  # a tensor of which not all rows have come
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Leaves the session before and joins this one; ``aborted`` says why not, if not."""
+    def join(
+        self,
+        *,
+        route: str,
+        rendezvous: Mapping[str, Any],
+        first_receiver: int,
+        layout: PlainLayout,
+        handles: Mapping[str, bytes],
+        timeout_s: float,
+    ) -> None:
+        """Leaves the session before and joins this one. Raises TransferAbortedError.
+
+        ``rendezvous``: a Rendezvous as a dict. This engine's processes are receivers from ``first_receiver`` on.
+        ``handles``: of the senders' rings, by place, where the route needs them.
+        """
         self.shutdown()
-        self.aborted, self._sums = "", []
-        layout = _layout(init_info.layout)
-        if layout != self._layout:
-            self._layout, self._plan = layout, self._make_plan(layout)
-        self._copies: dict[int, Copies] = {}
-        receiver = init_info.first_receiver + self.parallel_config.rank
-        try:
-            self._session = Session(Rendezvous(**init_info.rendezvous), init_info.timeout_s)
-            if init_info.handles:
-                self._receiver = SharedReceiver(self._session, receiver, self.device, init_info.handles)
-            else:
-                slot_bytes = max(bucket_size(specs) for specs in layout)
-                self._receiver = BroadcastReceiver(self._session, receiver, self.device, slot_bytes)
-        except TransferAbortedError as error:
-            self.aborted = str(error)
+        if (new_layout := from_plain(layout)) != self._layout:
+            self._layout, self._plan = new_layout, self._make_plan(new_layout)
+        way = ROUTES[route]
+        assert isinstance(way, SessionRoute)
+        self._session = Session(Rendezvous(**rendezvous), timeout_s)
+        self._receiver = way.receiver(
+            self._session,
+            first_receiver + self.parallel_config.rank,
+            self.device,
+            slot_bytes=max(bucket_size(specs) for specs in new_layout),
+            handles=handles,
+        )
 
     def _make_plan(self, layout: Layout) -> LoadPlan | None:
         """How to copy into the live model, or None where weights must go through vLLM's loader."""
@@ -110,37 +93,42 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._plan is not None
 
     def start_weight_update(self) -> None:
-        self.aborted, self._sums = "", []
         if self._reloading:  # an update before was broken off: this puts its layers together again, whatever is in them
             finalize_layerwise_reload(self.model, self.model_config)
             self._reloading = False
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.receive_weights(self.parse_update_info(update_info))
+    def receive_session(self, timeout_s: float) -> list[int]:
+        """Loads what the session's sender sends; returns the buckets' checksums. Raises TransferAbortedError."""
+        assert self._session is not None and self._receiver is not None and self._layout is not None
+        self._session.renew(timeout_s)
+        buckets = self._receiver.buckets([bucket_size(specs) for specs in self._layout])
+        if self._plan is None:  # vLLM's loader keeps references, and slots are filled again
+            buckets = (bucket.clone() for bucket in buckets)
+        try:
+            return self._load(zip(self._layout, buckets, strict=True))
+        except TransferAbortedError:
+            self.shutdown()  # at once: a broadcast from the dead holds the device
+            raise
+
+    def receive_objects(self, layout: Layout, data: Sequence[Any]) -> list[int]:
+        """Loads buckets, given as NumPy arrays of bytes; returns their checksums. For models on CPU."""
+        assert self._plan is None, "a plan is for buckets that have the same slots in every update"
+        return self._load((specs, torch.from_numpy(array.copy())) for specs, array in zip(layout, data, strict=True))
 
     @torch.no_grad()
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        for specs, data in zip(_layout(update_info.layout), update_info.data, strict=True):
-            bucket = torch.from_numpy(data.copy())
-            self._sums.append(checksum(bucket))
-            self._reload(specs, bucket)
-        if update_info.data:
-            return
-        assert self._session is not None and self._receiver is not None and self._layout is not None
-        self._session.renew(update_info.timeout_s)
-        try:
-            for index, bucket in enumerate(self._receiver.buckets([bucket_size(specs) for specs in self._layout])):
-                self._sums.append(checksum(bucket))
-                if self._plan is None:
-                    self._reload(self._layout[index], bucket.clone())  # the layer-wise loader keeps references
-                    continue
-                if index not in self._copies:  # a bucket has the same slot every time
-                    self._copies[index] = self._plan.copies(self._layout[index], bucket)
-                for target, source in self._copies[index]:
-                    target.copy_(source)
-        except TransferAbortedError as error:
-            self.aborted = str(error)
-            self.shutdown()  # at once: a broadcast from the dead holds the device
+    def _load(self, buckets: Iterable[tuple[Sequence[TensorSpec], Tensor]]) -> list[int]:
+        """Returns the checksum of each bucket as it arrived, once all are loaded."""
+        sums = []
+        for index, (specs, bucket) in enumerate(buckets):
+            sums.append(checksum(bucket))
+            if self._plan is None:
+                self._reload(specs, bucket)
+                continue
+            if index not in self._copies:  # a bucket has the same slot every time
+                self._copies[index] = self._plan.copies(specs, bucket)
+            for target, source in self._copies[index]:
+                target.copy_(source)
+        return torch.stack(sums).tolist()
 
     def _reload(self, specs: Sequence[TensorSpec], bucket: Tensor) -> None:
         if not self._reloading:
@@ -172,10 +160,6 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self.device.type == "cpu":
             repack_tied_heads(self.model)
 
-    def checksums(self) -> list[int]:
-        """Of every bucket of this update, in order; they are there once the buckets are loaded."""
-        return torch.stack(self._sums).tolist() if self._sums else []
-
     @torch.no_grad()
     def read_back(self) -> list[int]:
         """The buckets' checksums, from the live parameters: the learner's own, if every byte is where it belongs.
@@ -197,10 +181,11 @@ class BucketReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._receiver = self._session = None
         self._copies = {}
 
-    @staticmethod
-    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """Abstract in vLLM 0.25; the sending end is actors/weights/sender.py."""
-        raise AssertionError("weights are sent by actors.weights.sender")
+    def _unused(self, *args: Any) -> None:
+        """Abstract in vLLM (the last only in 0.25); ``join`` and ``receive_...`` say more of what came of them."""
+        raise NotImplementedError
+
+    init_transfer_engine = receive_weights = trainer_send_weights = _unused
 
 
 def parameter_elements(model: torch.nn.Module) -> dict[str, int]:
@@ -237,6 +222,7 @@ class WorkerExtension:
     """Methods added to vLLM's worker class; called through ``collective_rpc``."""
 
     weight_transfer_engine: BucketReceiver
+    vllm_config: Any
 
     def peak_gpu_memory_bytes(self) -> int:
         """The most that this process has had reserved."""
@@ -252,10 +238,29 @@ class WorkerExtension:
         self._weight_update_active = False
         self.start_weight_update()  # type: ignore[attr-defined]
 
-    def received_weights(self) -> tuple[list[int], str]:
-        """(the checksum of every bucket of the last update, why it was aborted if it was)."""
-        engine = self.weight_transfer_engine
-        return ([] if engine.aborted else engine.checksums()), engine.aborted
+    def join_session(self, info: dict[str, Any]) -> str:
+        """BucketReceiver.join with ``info`` as its arguments; returns why it was aborted, or ''.
+
+        An error would not reach the worker's actor as itself; nor in ``receive_session``.
+        """
+        try:
+            self.weight_transfer_engine.join(**info)
+        except TransferAbortedError as error:
+            return str(error)
+        return ""
+
+    def receive_session(self, timeout_s: float) -> tuple[list[int], str]:
+        """(the checksum of every bucket of the session joined last, why the transfer was aborted if it was)."""
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                return self.weight_transfer_engine.receive_session(timeout_s), ""
+        except TransferAbortedError as error:
+            return [], str(error)
+
+    def receive_objects(self, layout: PlainLayout, data: list[Any]) -> list[int]:
+        """As BucketReceiver's."""
+        with set_current_vllm_config(self.vllm_config):
+            return self.weight_transfer_engine.receive_objects(from_plain(layout), data)
 
     def unwritten_modules(self) -> list[str]:
         """As BucketReceiver's, of the update just finished."""

@@ -6,7 +6,7 @@ same order, and only the bucket in hand exists whole.
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +40,22 @@ class TensorSpec:
 
 Layout = list[tuple[TensorSpec, ...]]
 """What lies where in which bucket."""
+
+PlainLayout = list[list[dict[str, Any]]]
+"""A Layout of lists and dicts only, which is what vLLM's processes can tell each other."""
+
+
+def to_plain(layout: Layout) -> PlainLayout:
+    return [[asdict(spec) for spec in specs] for specs in layout]
+
+
+def from_plain(plain: PlainLayout) -> Layout:
+    """What ``to_plain`` was given, also where tuples have become lists on the way."""
+    return [tuple(_spec_from_plain(**spec) for spec in specs) for specs in plain]
+
+
+def _spec_from_plain(*, shape: Sequence[int], full_shape: Sequence[int], **rest: Any) -> TensorSpec:
+    return TensorSpec(shape=tuple(shape), full_shape=tuple(full_shape), **rest)
 
 
 def named_parameters(model: "PackedModel") -> list[tuple[str, nn.Parameter]]:

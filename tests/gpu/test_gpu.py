@@ -18,7 +18,8 @@ import ray
 import torch
 from transformers import AutoTokenizer
 
-from actors.cluster import Cluster, connect
+from actors.cluster import Cluster
+from actors.connect import connect
 from benchmarks.bench_learner import ragged_batch
 from jobs.prepare import prepare_random
 from rlhf.algorithms import make_algorithm

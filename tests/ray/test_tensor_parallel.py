@@ -9,7 +9,8 @@ import pytest
 import ray
 from transformers import AutoTokenizer
 
-from actors.cluster import PROJECT_ROOT, Cluster
+from actors.cluster import Cluster
+from actors.environment import PROJECT_ROOT
 from actors.group import Member, fetch
 from actors.rollouts.actor import RolloutActor
 from actors.rollouts.engine_loop import WorkerSpec, worker_env

@@ -1,6 +1,6 @@
 """After a publish vLLM samples from exactly the learner's weights, as its log-probabilities and versions say."""
 
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import ray
@@ -11,7 +11,7 @@ from actors.group import Deadline, fetch
 from actors.rollouts.actor import RolloutActor
 from actors.rollouts.engine_loop import Request
 from actors.weights.load_plan import LoadPlan, keeps_weights_as_loaded
-from actors.weights.publish import SessionTransport
+from actors.weights.transports import make_transport
 from rlhf.algorithms import make_algorithm
 from rlhf.batch import Prompt, Rollout, TrainBatch, pack
 from rlhf.data.prompts import load_prompts
@@ -139,10 +139,10 @@ def test_a_worker_without_committed_weights_does_not_sample(live, prompts) -> No
 
 
 @pytest.mark.parametrize("route", ["broadcast", "share"])
-def test_sessions_reach_vllm_too(live, prompts, route: Literal["broadcast", "share"], monkeypatch) -> None:
+def test_sessions_reach_vllm_too(live, prompts, route: str, monkeypatch) -> None:
     """What GPUs use, here with gloo and memory of the node, from two ZeRO-3 ranks into vLLM's layer-wise loader."""
     config, cluster, roles = live
-    monkeypatch.setattr(roles.rollouts, "_transport", SessionTransport(cluster.group("learner"), route))
+    monkeypatch.setattr(roles.rollouts, "_transport", make_transport(cluster.group("learner"), route))
     for version in {"broadcast": (20, 21), "share": (22, 23)}[route]:
         roles.rollouts.publish(version)
         rollouts, batch = sample(roles, prompts)
@@ -195,12 +195,13 @@ def test_an_update_that_broke_off_is_made_good_by_the_next(live, prompts) -> Non
     roles.rollouts.publish(30)
     rollouts, batch = sample(roles, prompts)
     train_once(config, roles, rollouts, batch)
-    stored = cluster.group("learner").call("send_object_store", deadline=DEADLINE, doing="gathering").result()[0]
+    stored = cluster.group("learner").call("store_weights", deadline=DEADLINE, doing="gathering").result()[0]
     workers = cluster.group("rollout")
     workers.call("begin_update", deadline=DEADLINE, doing="preparing").result()
-    (specs, reference, _) = stored[0]
+    (specs, reference), _ = stored[0]
     after_q = 1 + next(i for i, spec in enumerate(specs) if spec.name == "model.layers.1.self_attn.q_proj.weight")
-    workers.call("receive", 60.0, [(specs[:after_q], reference)], deadline=DEADLINE, doing="receiving").result()
+    part = [(specs[:after_q], reference)]
+    workers.call("receive_objects", part, 60.0, deadline=DEADLINE, doing="receiving").result()
     (unfinished, *_) = [member.handle.finish_update.remote() for member in workers.members]
     with pytest.raises(UnwrittenWeightsError, match=r"unwritten \(lm_head|unwritten \(model\.layers\.1"):
         fetch(unfinished, workers.members[0], "finishing")

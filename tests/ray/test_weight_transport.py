@@ -17,12 +17,14 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from torch import nn
 
 from actors.group import ActorGroup, Deadline, Member, RankActor
-from actors.weights.channel import BroadcastReceiver, Rendezvous, Session, SharedReceiver, TransferAbortedError
+from actors.weights.channel import Rendezvous, Session, TransferAbortedError
 from actors.weights.load_plan import LoadPlan
-from actors.weights.publish import PublishResult, SessionTransport, publish
+from actors.weights.publish import PublishResult, publish
+from actors.weights.routes import ROUTES
 from actors.weights.sender import WeightSender
+from actors.weights.transports import SessionTransport
 from rlhf.errors import ActorError, DeadlineError, WeightSyncError
-from rlhf.training.weights import TensorSpec, bucket_size, checksum
+from rlhf.training.weights import bucket_size, checksum, from_plain
 
 pytestmark = pytest.mark.ray
 
@@ -64,7 +66,7 @@ class TinyWorker(RankActor):
 
     def __init__(self) -> None:
         self.model = make_model(99).requires_grad_(False)
-        self.misdeed, self.bucket, self.joined = "", -1, 0  # 'die', 'hang', ... at this bucket; so many sessions
+        self.misdeed, self.bucket, self.joined = "", -1, 0  # 'die', 'hang', ... at this bucket; sessions joined
         self.receiver: Any = None
         self.version = -1
 
@@ -84,25 +86,23 @@ class TinyWorker(RankActor):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.receiver is not None:
             self.receiver.close()
-        shapes = ("shape", "full_shape")
-        self.layout = [
-            tuple(TensorSpec(**{**s, **{k: tuple(s[k]) for k in shapes}}) for s in specs) for specs in info["layout"]
-        ]
+        self.layout = from_plain(info["layout"])
         self.sizes = [bucket_size(specs) for specs in self.layout]
         self.plan = LoadPlan(self.model, self.load, self.layout)
         self.session = Session(Rendezvous(**info["rendezvous"]), info["timeout_s"])
-        number, device = info["first_receiver"], torch.device("cpu")
-        self.receiver = (
-            SharedReceiver(self.session, number, device, info["handles"])
-            if info["handles"]
-            else BroadcastReceiver(self.session, number, device, max(self.sizes))
+        self.receiver = ROUTES[info["route"]].receiver(
+            self.session,
+            info["first_receiver"],
+            torch.device("cpu"),
+            slot_bytes=max(self.sizes),
+            handles=info["handles"],
         )
 
     def load(self, weights: Any) -> None:
         for name, tensor in weights:
             self.model[name].copy_(tensor)  # type: ignore[index]
 
-    def receive(self, timeout_s: float) -> list[list[int]]:
+    def receive_session(self, timeout_s: float) -> list[list[int]]:
         self.session.renew(timeout_s)
         try:
             return [self.take_all()]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from actors.cluster import gpu_env
+from actors.environment import gpu_env
 
 
 @pytest.mark.parametrize("role", ["learner", "critic", "reference", "reward_model"])

@@ -1,5 +1,6 @@
 """Buckets carry every byte of every parameter once, and their checksum notices what a transport may do to them."""
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from rlhf.training.weights import (
     bucket_layout,
     bucket_size,
     checksum,
+    from_plain,
     gathered_state_dict,
     named_parameters,
     pack_bucket,
+    to_plain,
     view_bucket,
     walk_buckets,
 )
@@ -40,6 +43,11 @@ def test_buckets_hold_every_parameter_once(policy, bucket_bytes: int) -> None:
             assert rows.isnan().all(), f"{spec.name} comes twice"
             rows.copy_(view_bucket(data, spec))
     assert all(torch.equal(seen[name], parameter) for name, parameter in expected.items())
+
+
+def test_a_layout_survives_a_way_that_knows_lists_only(policy) -> None:
+    layout = bucket_layout(policy, 50_000)
+    assert from_plain(json.loads(json.dumps(to_plain(layout)))) == layout
 
 
 def test_a_row_larger_than_a_bucket_gets_one_of_its_own(policy) -> None:

@@ -1,0 +1,54 @@
+"""Joining a Ray cluster, or starting one of this machine's own; and what devices it has."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rlhf.config import Config, RewardTrainingConfig
+from rlhf.planning.topology import Device, plan_topology
+
+SPARE_CPUS = 16  # of a local cluster, for rollout workers that are added while a run is under way
+
+
+@contextlib.contextmanager
+def connect(config: Config | RewardTrainingConfig) -> Iterator[None]:
+    """Joins the cluster at ``ray.address`` or $RAY_ADDRESS, or starts a local one that ends with the run."""
+    address = config.ray.address or os.environ.get("RAY_ADDRESS")
+    if ray.is_initialized():
+        yield  # the caller's cluster, the caller's to end
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+    if address:
+        ray.init(address=address, **quiet)
+    else:
+        device: Device = "gpu" if has_local_gpu() and config.placement.device != "cpu" else "cpu"
+        needed = plan_topology(config, device).totals()
+        ray.init(
+            address="local",  # whatever else runs on this machine
+            # logical: roles take turns on the real ones; some to spare, for `rlhf scale`
+            num_cpus=max(os.cpu_count() or 1, int(needed["CPU"]) + 1 + SPARE_CPUS),
+            include_dashboard=False,
+            object_store_memory=config.ray.object_store_mib << 20,
+            **quiet,
+        )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def has_local_gpu() -> bool:
+    """Whether this machine has an NVIDIA GPU, without importing torch."""
+    return Path("/proc/driver/nvidia/gpus").is_dir() or Path("/dev/nvidia0").exists()
+
+
+def resolve_device(config: Config | RewardTrainingConfig) -> Device:
+    """placement.device, or what the cluster has."""
+    if config.placement.device != "auto":
+        return config.placement.device
+    return "gpu" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"

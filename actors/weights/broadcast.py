@@ -1,0 +1,127 @@
+"""Buckets broadcast from learner rank 0 to every worker process: NCCL between GPUs, gloo on CPU."""
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from actors.weights.channel import NUM_SLOTS, Receiver, Ring, Sender, Session, TransferAbortedError
+
+NEVER = timedelta(days=7)
+
+_kept_groups: list[Any] = []  # of gloo: it cannot abort, and its destructor waits for what is on its way
+
+
+class BroadcastGroup:
+    """A process group of the sender (rank 0) and all receivers; made once all have come."""
+
+    def __init__(self, session: Session, rank: int, device: torch.device) -> None:
+        self._session = session
+        world_size = session.rendezvous.num_receivers + 1
+        session.count("members", 1)
+        session.wait(lambda: session.count("members") == world_size, "waiting for all to join the broadcast")
+        store = dist.PrefixStore("group", session.store)
+        with self._broken_means_off():
+            self._group = _process_group(store, rank, world_size, device, session.left_s)
+        try:  # NCCL connects at the first use
+            self.finish(self.start(torch.zeros(1, dtype=torch.uint8, device=device)))
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self, data: Tensor) -> Any:
+        """Begins to broadcast ``data`` from rank 0, after what the current stream has been given so far."""
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        with self._broken_means_off():
+            return self._group.broadcast([data], options)
+
+    def finish(self, work: Any) -> None:
+        """Waits until the data are there (or sent). Nothing but this host thread waits: a stream could not be freed."""
+        self._session.wait(work.is_completed, "broadcasting weights")
+        with self._broken_means_off():
+            work.wait()
+
+    def close(self) -> None:
+        """Drops the connections, also those to dead members, and frees the streams of whatever was on its way."""
+        if isinstance(self._group, dist.ProcessGroupGloo):
+            _kept_groups.append(self._group)
+        else:
+            self._group.abort()
+
+    @contextlib.contextmanager
+    def _broken_means_off(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # what torch raises for any lost connection
+            why = " ".join(str(error).split())[:300]
+            self._session.abort(why)
+            raise TransferAbortedError(why) from error
+
+
+def _process_group(store: Any, rank: int, world_size: int, device: torch.device, timeout_s: float) -> Any:
+    if device.type == "cpu":
+        return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
+    # Without its own time limit and error handling: torch would end the whole process for a peer's death.
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = NEVER
+    key = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(key)
+    os.environ[key] = "0"
+    try:
+        return dist.ProcessGroupNCCL(store, rank, world_size, options)
+    finally:
+        if before is None:
+            del os.environ[key]
+        else:
+            os.environ[key] = before
+
+
+class BroadcastSender(Sender):
+    """The learner's rank 0."""
+
+    def __init__(self, session: Session, ring: Ring) -> None:
+        self._group, self._ring = BroadcastGroup(session, 0, ring.memory.device), ring
+        self._works: deque[Any] = deque()
+
+    def free_slot(self, bucket: int, num_bytes: int) -> Tensor:
+        if len(self._works) == NUM_SLOTS:
+            self._group.finish(self._works.popleft())
+        return self._ring.slot(bucket, num_bytes)
+
+    def send(self, data: Tensor) -> None:
+        self._works.append(self._group.start(data))
+
+    def drain(self) -> None:
+        while self._works:
+            self._group.finish(self._works.popleft())
+
+    def close(self) -> None:
+        self._works.clear()
+        self._group.close()
+
+
+class BroadcastReceiver(Receiver):
+    """A vLLM worker process."""
+
+    def __init__(self, session: Session, receiver: int, device: torch.device, slot_bytes: int) -> None:
+        self._group = BroadcastGroup(session, 1 + receiver, device)
+        self._ring = Ring(torch.empty(NUM_SLOTS * slot_bytes, dtype=torch.uint8, device=device))
+
+    def buckets(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        coming: deque[Any] = deque()
+        for bucket in range(len(sizes) + 1):
+            if bucket < len(sizes):  # its slot was emptied by what the current stream was given in the last round
+                coming.append(self._group.start(self._ring.slot(bucket, sizes[bucket])))
+            if bucket > 0:
+                self._group.finish(coming.popleft())
+                yield self._ring.slot(bucket - 1, sizes[bucket - 1])
+
+    def close(self) -> None:
+        self._group.close()

@@ -1,0 +1,162 @@
+"""The driver's part in moving weights from the learner to workers: one attempt, by either kind of route.
+
+The learner's failure is raised, a worker's is reported; the caller goes on without it.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from itertools import chain
+from typing import Any, Protocol
+from uuid import uuid4
+
+import torch.distributed as dist
+
+from actors.group import ActorGroup, Call, Deadline, Member
+from actors.weights.channel import Rendezvous, TransferAbortedError
+from actors.weights.routes import ROUTES, SessionRoute
+from rlhf.errors import RlhfError, WeightSyncError
+from rlhf.training.weights import Layout, bucket_size, to_plain
+
+GRACE_S = 10.0  # after a transfer was aborted, a process that does not answer for this long counts as hung
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What one attempt achieved. A member in neither mapping has to begin again."""
+
+    sent: list[int]  # the learner's checksums; of no use if nobody received
+    received: dict[Member, list[list[int]]]  # those of each worker's processes
+    failed: dict[Member, RlhfError]
+    num_bytes: int
+    join_s: float = 0.0
+
+
+class Transport(Protocol):
+    """Moves the learner's weights to workers."""
+
+    def transfer(self, members: Mapping[Member, int], deadline: Deadline) -> Transfer:
+        """One attempt to reach the members (with the number of their processes). Raises what the learner raises."""
+        ...
+
+
+def make_transport(learner: ActorGroup, route: str) -> Transport:
+    """What drives a route, by its name."""
+    in_session = isinstance(ROUTES[route], SessionRoute)
+    return SessionTransport(learner, route) if in_session else ObjectStoreTransport(learner)
+
+
+class ObjectStoreTransport:
+    """The learner stores the whole model, a bucket per object; the workers are given the references."""
+
+    def __init__(self, learner: ActorGroup) -> None:
+        self._learner = learner
+
+    def transfer(self, members: Mapping[Member, int], deadline: Deadline) -> Transfer:
+        stored = self._learner.call("store_weights", deadline=deadline, doing="gathering weights").result()[0]
+        buckets = [bucket for bucket, _ in stored]
+        receiving = ActorGroup(list(members)).call(
+            "receive_objects", buckets, deadline.left_s, deadline=deadline.half(), doing="receiving weights"
+        )
+        received, failed = receiving.gather()
+        num_bytes = sum(bucket_size(specs) for specs, _ in buckets)
+        return Transfer([checksum for _, checksum in stored], received, failed, num_bytes)
+
+
+class SessionTransport:
+    """Sender and receivers move buckets among themselves, in a session that lasts until the members change."""
+
+    def __init__(self, learner: ActorGroup, route: str) -> None:
+        self._learner, self._route = learner, route
+        self._members: dict[Member, int] = {}  # of the session that stands
+        self._rendezvous = Rendezvous("", 0, "", 0)
+        self._layout: Layout = []
+        self._store: dist.TCPStore | None = None
+
+    def transfer(self, members: Mapping[Member, int], deadline: Deadline) -> Transfer:
+        self._connect(deadline)
+        started = time.monotonic()
+        failed = self._join(members, deadline) if self._members != dict(members) else {}
+        join_s = time.monotonic() - started
+        if failed:
+            return Transfer([], {}, failed, 0, join_s)
+        half = deadline.half()
+        sending = self._learner.call("send_weights", deadline.left_s, deadline=half, doing="moving weights")
+        moving = sending | ActorGroup(list(members)).call(
+            "receive_session", deadline.left_s, deadline=half, doing="moving weights"
+        )
+        failed = self._settle(moving, deadline)
+        root = self._learner.members[0]
+        received = {m: moving.answers[m] for m in members if m in moving.answers and root in moving.answers}
+        num_bytes = sum(bucket_size(specs) for specs in self._layout)
+        return Transfer(moving.answers.get(root, []), received, failed, num_bytes, join_s)
+
+    def _connect(self, deadline: Deadline) -> None:
+        """Has learner rank 0 host the store of all sessions; once."""
+        if self._store is not None:
+            return
+        root = ActorGroup(self._learner.members[:1])
+        (self._layout,) = root.call("weight_layout", deadline=deadline, doing="describing weights").result()
+        hosting = root.call("host_rendezvous", deadline.left_s, deadline=deadline, doing="opening a store")
+        self._address, (self._port,) = root.members[0].node, hosting.result()
+        timeout = timedelta(seconds=deadline.left_s)
+        self._store = dist.TCPStore(self._address, self._port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+    def _join(self, members: Mapping[Member, int], deadline: Deadline) -> dict[Member, RlhfError]:
+        """Opens a session with these members; returns who failed, which is nobody if it stands."""
+        self._members = {}
+        self._rendezvous = Rendezvous(self._address, self._port, f"weights-{uuid4().hex}", sum(members.values()))
+        doing = "joining a weight session"
+        joining = self._learner.call(
+            "join_weights", self._route, self._rendezvous, deadline.left_s, deadline=deadline.half(), doing=doing
+        )
+        handles: dict[str, bytes] = {}
+        if ROUTES[self._route].needs_handles:
+            self._settle(joining, deadline)
+            handles = dict(chain.from_iterable(of_rank.items() for of_rank in joining.answers.values()))
+        invitations = [(info,) for info in self._invitations(members, handles, deadline)]
+        workers = ActorGroup(list(members))
+        joining = workers.call_each("join_weights", invitations, deadline=deadline.half(), doing=doing) | joining
+        failed = self._settle(joining, deadline)
+        if not failed:
+            self._members = dict(members)
+        return failed
+
+    def _invitations(
+        self, members: Mapping[Member, int], handles: dict[str, bytes], deadline: Deadline
+    ) -> Iterator[dict[str, Any]]:
+        """What BucketReceiver.join needs, for every member; plain, because vLLM's processes will be told."""
+        layout, first_receiver = to_plain(self._layout), 0
+        for num_processes in members.values():
+            yield {
+                "route": self._route,
+                "rendezvous": asdict(self._rendezvous),
+                "first_receiver": first_receiver,
+                "layout": layout,
+                "handles": handles,
+                "timeout_s": deadline.left_s,
+            }
+            first_receiver += num_processes
+
+    def _settle(self, call: Call[Any], deadline: Deadline) -> dict[Member, RlhfError]:
+        """Waits for all; at the first failure, or at the call's own deadline, aborts the session for everyone in it.
+
+        Returns the workers at fault; others only ran into the abort. Raises the learner's failure, and WeightSyncError
+        where the transfer broke and nobody died of it.
+        """
+        if call.wait(until_failure=True):
+            return {}
+        assert self._store is not None
+        self._members = {}
+        reason = next((str(error) for error in call.failed.values()), "a rollout worker is late")
+        dist.PrefixStore(self._rendezvous.name, self._store).set("off", reason.splitlines()[0][:300])
+        call.wait(min(GRACE_S, deadline.left_s / 2))
+        call.give_up()
+        guilty = {m: error for m, error in call.failed.items() if not isinstance(error, TransferAbortedError)}
+        for member in self._learner.members:
+            if member in guilty:
+                raise guilty[member]
+        if not guilty:
+            raise WeightSyncError(f"weights could not be moved ({self._route}): {reason}; see the workers' logs")
+        return guilty
