@@ -13,7 +13,8 @@ from actors.weights.channel import Rendezvous
 from actors.weights.sender import Route, WeightSender
 from rlhf.batch import TrainBatch
 from rlhf.config import LearnerConfig
-from rlhf.models.packed import PackedModel, load_policy, load_scalar
+from rlhf.models.loading import load_policy, load_scalar
+from rlhf.models.packed import PackedModel
 from rlhf.planning.fit import MemoryPlan, plan_memory
 from rlhf.training.engine import Engine, device_bytes, init_distributed, local_rank_device, resolve_dtype
 from rlhf.training.learner import PackedLearner, Part, PolicyLearner, ValueLearner

@@ -10,7 +10,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rlhf.batch import Rollout, TrainBatch, merge_scores
 from rlhf.data.chat import drop_second_bos, render_chat
 from rlhf.errors import ConfigError, RewardError
-from rlhf.models.packed import PackedModel, PolicyModel, ScalarModel, packed_inputs
+from rlhf.models.inputs import packed_inputs
+from rlhf.models.packed import PackedModel, PolicyModel, ScalarModel
 from rlhf.models.probe import check_packing
 from rlhf.packing import plan_micro_batches, prompt_units, worth_sharing
 

@@ -22,7 +22,7 @@ from benchmarks.common import actor_pids, steps_of
 from jobs.train_reward import train_reward
 from rlhf.batch import Prompt, Rollout
 from rlhf.config import Config, RewardTrainingConfig
-from rlhf.models.packed import load_scalar
+from rlhf.models.loading import load_scalar
 from rlhf.recipes import load_config
 from rlhf.training.scorer import RewardModel, answer_tokens, last_token_batch
 from tests.ray.chaos import until

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from actors.proxies import JointCall, divide
 from benchmarks.bench_learner import ragged_batch
 from rlhf.errors import RewardError
-from rlhf.models.packed import load_policy
+from rlhf.models.loading import load_policy
 from rlhf.training.scorer import FrozenScorer, RewardModel
 
 
