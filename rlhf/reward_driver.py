@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhf.algorithms.preference import evaluate_pairs
 from rlhf.checkpoint import CheckpointStore, read_state
 from rlhf.checks.nonfinite import SkippedSteps, take_skip_report
 from rlhf.config import RewardTrainingConfig
 from rlhf.data.preferences import Pair, epoch_batches, pair_batch
 from rlhf.roles import Metrics, Trained
 from rlhf.tracking import Tracker
-from rlhf.training.reward_learner import evaluate_pairs
 
 
 def count_steps(config: RewardTrainingConfig, pairs: Sequence[Pair]) -> int:

@@ -1,4 +1,4 @@
-"""Chats and plain prompts as a tokenizer turns them into text and tokens, the same way wherever that is done."""
+"""Chats and plain prompts: how a tokenizer turns them into text and tokens, the same way wherever that is done."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -78,3 +78,21 @@ def drop_second_bos(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") ->
     """The ids of a plain text without the BOS that the tokenizer put before a text that begins with one itself."""
     bos = tokenizer.bos_token_id
     return ids[1:] if bos is not None and list(ids[:2]) == [bos, bos] else ids
+
+
+def answer_tokens(
+    tokenizer: "PreTrainedTokenizerBase", prompt: str | list[dict[str, str]], answer: str, *, date: str | None = None
+) -> list[int]:
+    """What a reward model reads of a prompt, plain or a chat, and an answer to it: the same in training as in use.
+
+    A chat needs a tokenizer with a chat template; ``date``: see ``render_chat``.
+    """
+    if isinstance(prompt, str):
+        return list(drop_second_bos(tokenizer(prompt + answer, verbose=False)["input_ids"], tokenizer))  # type: ignore[arg-type]
+    text = render_chat(tokenizer, [*prompt, {"role": "assistant", "content": answer}], date=date)
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[return-value]
+
+
+def truncate_tail(ids: Any, max_tokens: int) -> list[int]:
+    """The last ``max_tokens`` ids: the end of a conversation is what is judged."""
+    return list(ids)[-max_tokens:]

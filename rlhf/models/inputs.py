@@ -1,4 +1,4 @@
-"""A packed batch as a model takes it: one row of tokens, where its sequences begin, and what each of them attends to."""
+"""A packed batch as a model takes it: one row of tokens, where sequences begin in it, and what each attends to."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -12,7 +12,8 @@ from actors.proxies import JointCall, divide
 from benchmarks.bench_learner import ragged_batch
 from rlhf.errors import RewardError
 from rlhf.models.loading import load_policy
-from rlhf.training.scorer import FrozenScorer, RewardModel
+from rlhf.rewards.model import RewardModel
+from rlhf.training.scorer import FrozenScorer
 
 
 @given(st.lists(st.integers(), max_size=20), st.integers(1, 6))
