@@ -34,6 +34,33 @@ RESERVED = {
 }
 
 
+def prompt_problem(prompt: Any, *, is_chat: bool) -> str | None:
+    """What is wrong with a prompt, None for nothing."""
+    if prompt is not None and not isinstance(prompt, (str, list)):
+        return f"the prompt is a {type(prompt).__name__}; it must be a string or a list of {{role, content}} messages"
+    if prompt is None or not (prompt.strip() if isinstance(prompt, str) else prompt):
+        return "the prompt is empty; remove the row"
+    if isinstance(prompt, list) != is_chat:
+        return "chats and plain strings are mixed; use one kind"
+    return _chat_problem(prompt) if isinstance(prompt, list) else None
+
+
+def _chat_problem(chat: list[Any]) -> str | None:
+    for message in chat:
+        if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
+            return f"the message {str(message)[:80]!r} must have a role and a content that are strings"
+    if not any(message["content"].strip() for message in chat):
+        return "the prompt is empty; remove the row"
+    if chat[-1]["role"] == "assistant":
+        return "the chat ends with the assistant, who is to answer; remove that message"
+    return None
+
+
+def plain_messages(chat: Chat) -> Chat:
+    """Without keys that are None: Arrow fills in every key that any message of the data has."""
+    return [{key: value for key, value in message.items() if value is not None} for message in chat]
+
+
 def check_template_kwargs(kwargs: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase") -> None:
     """Raises ConfigError where one of ``data.chat_template_kwargs`` would collide, or the template never reads it."""
     for name in kwargs:

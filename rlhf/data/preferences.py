@@ -17,9 +17,9 @@ import torch
 
 from rlhf.batch import TrainBatch, last_token_batch
 from rlhf.config import PreferenceDataConfig
-from rlhf.data.chat import Chat, answer_tokens, truncate_tail
-from rlhf.data.prompts import TASK_PREFIX, plain_messages, prompt_problem, read_json_lines
-from rlhf.data.tasks import Row, Split, task_rows
+from rlhf.data.chat import Chat, answer_tokens, plain_messages, prompt_problem, truncate_tail
+from rlhf.data.readers import read_json_lines
+from rlhf.data.tasks import TASK_PREFIX, Row, Split, task_rows
 from rlhf.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
