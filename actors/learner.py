@@ -14,8 +14,10 @@ from actors.weights.object_store import StoredBucket
 from actors.weights.sender import WeightSender
 from rlhf.batch import TrainBatch
 from rlhf.config import LearnerConfig
-from rlhf.models.packed import PackedModel, load_policy, load_scalar
-from rlhf.planning.fit import MemoryPlan, plan_memory
+from rlhf.models.loading import load_policy, load_scalar
+from rlhf.models.packed import PackedModel
+from rlhf.planning.fit import plan_memory
+from rlhf.planning.memory_plan import MemoryPlan
 from rlhf.training.engine import Engine, device_bytes, init_distributed, local_rank_device, resolve_dtype
 from rlhf.training.learner import PackedLearner, Part, PolicyLearner, ValueLearner
 from rlhf.training.weights import Layout

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from rlhf.batch import TrainBatch
 from rlhf.config import AlgorithmConfig, LearnerConfig
-from rlhf.models.packed import load_policy
+from rlhf.models.loading import load_policy
 from rlhf.packing import batch_spans
 from rlhf.planning.costs import device_peaks, update_flops
 from rlhf.planning.shapes import ModelShape

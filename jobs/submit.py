@@ -25,7 +25,7 @@ from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from rlhf.config import Config
-from rlhf.data.prompts import TASK_PREFIX
+from rlhf.data.tasks import TASK_PREFIX
 from rlhf.errors import ClusterError, ConfigError
 from rlhf.recipes import to_yaml
 

@@ -17,7 +17,8 @@ from rlhf.batch import Prompt
 from rlhf.checkpoint import CheckpointStore
 from rlhf.checks.gate import SamplingGate
 from rlhf.config import Config
-from rlhf.data.prompts import PromptSet, PromptStream, load_prompts
+from rlhf.data.prompt_stream import PromptStream
+from rlhf.data.prompts import PromptSet, load_prompts
 from rlhf.driver import Driver
 from rlhf.errors import DataError
 from rlhf.models.families import load_model_config

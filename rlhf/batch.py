@@ -172,6 +172,23 @@ def pack(rollouts: Sequence[Rollout]) -> TrainBatch:
     )
 
 
+def last_token_batch(sequences: Sequence[list[int]]) -> TrainBatch:
+    """Packs whole sequences so that a ScalarModel's one score per sequence is read at its last token.
+
+    A scalar is read at the position BEFORE each completion token, so each sequence gets one token appended whose own
+    content is never looked at.
+    """
+    lengths = torch.tensor([len(s) for s in sequences], dtype=torch.long)
+    ones = torch.ones_like(lengths)
+    return TrainBatch(
+        tokens=torch.tensor([t for s in sequences for t in (*s, s[-1])], dtype=torch.long),
+        prompt_lengths=lengths,
+        completion_lengths=ones,
+        truncated=torch.zeros(len(sequences), dtype=torch.bool),
+        versions=torch.zeros(len(sequences), dtype=torch.int32),
+    )
+
+
 def completion_mask(lengths: Tensor) -> Tensor:
     """bool [S, max length]: where a padded layout holds a token; padding on the right."""
     return torch.arange(int(lengths.max()), device=lengths.device)[None] < lengths[:, None]

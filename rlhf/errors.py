@@ -58,3 +58,8 @@ class NonFiniteError(RlhfError, FloatingPointError):
 
 class CheckpointError(RlhfError, RuntimeError):
     """A checkpoint is missing, incomplete, or does not fit the run that asks for it."""
+
+
+def one_line(error: BaseException) -> str:
+    """What an error of somebody else's says, to go into a message of ours."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -9,8 +9,10 @@ of them.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from rlhf.batch import TrainBatch
+if TYPE_CHECKING:
+    from rlhf.batch import TrainBatch  # of torch tensors, which planning does without
 
 Span = tuple[int, int]  # so many tokens in a row, and so many that the last of them attends to
 
@@ -65,20 +67,20 @@ def prompt_spans(prompt: int, completions: Sequence[int]) -> tuple[Span, ...]:
     return ((prompt, prompt), *((length, prompt + length) for length in completions))
 
 
-def worth_sharing(batch: TrainBatch) -> bool:
+def worth_sharing(batch: "TrainBatch") -> bool:
     """Whether neighbours with the same prompt should compute it once: keys and values are laid out anew for that."""
     repeated = sum(int(batch.prompt_lengths[run.start]) * (len(run) - 1) for run in batch.prompt_runs())
     return repeated > WORTH_SHARING * len(batch.tokens)
 
 
-def whole_groups(batch: TrainBatch, *, share_prompts: bool) -> list[Unit]:
+def whole_groups(batch: "TrainBatch", *, share_prompts: bool) -> list[Unit]:
     """Every sequence by itself; or, where ``share_prompts``, all neighbours with the same prompt together."""
     runs = batch.prompt_runs() if share_prompts else [range(i, i + 1) for i in range(batch.num_sequences)]
     prompts, completions = batch.prompt_lengths.tolist(), batch.completion_lengths.tolist()
     return [Unit(run, prompt_spans(prompts[run.start], completions[run.start : run.stop])) for run in runs]
 
 
-def prompt_units(batch: TrainBatch, *, share_prompts: bool, num_ranks: int, token_budget: int) -> list[Unit]:
+def prompt_units(batch: "TrainBatch", *, share_prompts: bool, num_ranks: int, token_budget: int) -> list[Unit]:
     """As ``whole_groups``, cut into pieces small enough to fill all micro-batches of all ranks evenly."""
     groups = whole_groups(batch, share_prompts=share_prompts)
     share = sum(group.tokens for group in groups) / num_ranks
@@ -86,7 +88,7 @@ def prompt_units(batch: TrainBatch, *, share_prompts: bool, num_ranks: int, toke
     return [piece for group in groups for piece in group.pieces(most_tokens)]
 
 
-def batch_spans(batch: TrainBatch) -> list[Span]:
+def batch_spans(batch: "TrainBatch") -> list[Span]:
     """The spans of a whole batch, were it one micro-batch."""
     return [span for group in whole_groups(batch, share_prompts=worth_sharing(batch)) for span in group.spans]
 

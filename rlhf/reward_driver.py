@@ -4,12 +4,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlhf.algorithms.preference import evaluate_pairs
 from rlhf.checks.nonfinite import take_skip_report
 from rlhf.config import RewardTrainingConfig
 from rlhf.data.preferences import Pair, epoch_batches, pair_batch
 from rlhf.roles import Metrics, Trained
 from rlhf.run import Run
-from rlhf.training.reward_learner import evaluate_pairs
 
 
 def count_steps(config: RewardTrainingConfig, pairs: Sequence[Pair]) -> int:

@@ -19,7 +19,7 @@ from rlhf.algorithms.advantages import clip_rewards
 from rlhf.algorithms.grpo import zero_variance_groups
 from rlhf.batch import Prompt, Rollout, TrainBatch, pack
 from rlhf.config import Config
-from rlhf.data.prompts import PromptStream
+from rlhf.data.prompt_stream import PromptStream
 from rlhf.rewards.total import Scores
 from rlhf.roles import Pending, Reference, Reward, Rollouts
 

@@ -1,4 +1,4 @@
-"""Chats and plain prompts as a tokenizer turns them into text and tokens, the same way wherever that is done."""
+"""Chats and plain prompts: how a tokenizer turns them into text and tokens, the same way wherever that is done."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -32,6 +32,33 @@ RESERVED = {
     "tokenizer_kwargs",
     "truncation",
 }
+
+
+def prompt_problem(prompt: Any, *, is_chat: bool) -> str | None:
+    """What is wrong with a prompt, None for nothing."""
+    if prompt is not None and not isinstance(prompt, (str, list)):
+        return f"the prompt is a {type(prompt).__name__}; it must be a string or a list of {{role, content}} messages"
+    if prompt is None or not (prompt.strip() if isinstance(prompt, str) else prompt):
+        return "the prompt is empty; remove the row"
+    if isinstance(prompt, list) != is_chat:
+        return "chats and plain strings are mixed; use one kind"
+    return _chat_problem(prompt) if isinstance(prompt, list) else None
+
+
+def _chat_problem(chat: list[Any]) -> str | None:
+    for message in chat:
+        if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
+            return f"the message {str(message)[:80]!r} must have a role and a content that are strings"
+    if not any(message["content"].strip() for message in chat):
+        return "the prompt is empty; remove the row"
+    if chat[-1]["role"] == "assistant":
+        return "the chat ends with the assistant, who is to answer; remove that message"
+    return None
+
+
+def plain_messages(chat: Chat) -> Chat:
+    """Without keys that are None: Arrow fills in every key that any message of the data has."""
+    return [{key: value for key, value in message.items() if value is not None} for message in chat]
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -78,3 +105,21 @@ def drop_second_bos(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") ->
     """The ids of a plain text without the BOS that the tokenizer put before a text that begins with one itself."""
     bos = tokenizer.bos_token_id
     return ids[1:] if bos is not None and list(ids[:2]) == [bos, bos] else ids
+
+
+def answer_tokens(
+    tokenizer: "PreTrainedTokenizerBase", prompt: str | list[dict[str, str]], answer: str, *, date: str | None = None
+) -> list[int]:
+    """What a reward model reads of a prompt, plain or a chat, and an answer to it: the same in training as in use.
+
+    A chat needs a tokenizer with a chat template; ``date``: see ``render_chat``.
+    """
+    if isinstance(prompt, str):
+        return list(drop_second_bos(tokenizer(prompt + answer, verbose=False)["input_ids"], tokenizer))  # type: ignore[arg-type]
+    text = render_chat(tokenizer, [*prompt, {"role": "assistant", "content": answer}], date=date)
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[return-value]
+
+
+def truncate_tail(ids: Any, max_tokens: int) -> list[int]:
+    """The last ``max_tokens`` ids: the end of a conversation is what is judged."""
+    return list(ids)[-max_tokens:]

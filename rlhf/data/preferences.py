@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rlhf.batch import TrainBatch
+from rlhf.batch import TrainBatch, last_token_batch
 from rlhf.config import PreferenceDataConfig
-from rlhf.data.chat import Chat
-from rlhf.data.prompts import TASK_PREFIX, plain_messages, prompt_problem, read_json_lines
-from rlhf.data.tasks import Row, Split, task_rows
+from rlhf.data.chat import Chat, answer_tokens, plain_messages, prompt_problem, truncate_tail
+from rlhf.data.readers import read_json_lines
+from rlhf.data.tasks import TASK_PREFIX, Row, Split, task_rows
 from rlhf.errors import ConfigError, DataError
-from rlhf.training.scorer import answer_tokens, last_token_batch, truncate_tail
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

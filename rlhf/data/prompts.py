@@ -1,35 +1,33 @@
-"""Prompts: reading a data source, templating and tokenising it once, and a stream over it that can be resumed.
+"""Prompts: the rows of a source, templated, tokenised and cut to length once.
 
 Every error is one line that names the key and the source. Rows count from 1, blank lines of a JSONL file left out.
 """
 
 import hashlib
-import json
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from random import Random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlhf.batch import Prompt
 from rlhf.config import DataConfig
-from rlhf.data.chat import Chat, check_template_kwargs, drop_second_bos, render_chat
-from rlhf.data.tasks import Split, task_rows
-from rlhf.errors import CheckpointError, ConfigError, DataError
-from rlhf.rewards.loading import ARGUMENTS
+from rlhf.data.chat import (
+    Chat,
+    check_template_kwargs,
+    drop_second_bos,
+    plain_messages,
+    prompt_problem,
+    render_chat,
+)
+from rlhf.data.columns import Table, part_columns
+from rlhf.data.readers import read_table
+from rlhf.data.tasks import TASK_PREFIX, Split
+from rlhf.errors import ConfigError, DataError, one_line
 
 if TYPE_CHECKING:
-    import pyarrow
     from transformers import PreTrainedTokenizerBase
 
-Table = dict[str, list[Any]]  # column -> one value per row
-
-TASK_PREFIX = "task:"
-DIRECTORY_SPLITS: dict[Split, str] = {"train": "train", "eval": "test"}  # of a saved DatasetDict
 TOKENIZE_ROWS = 10_000  # at a time, to bound memory
-MAX_NESTING = 100  # levels of a JSON line; pickle, which takes columns to actors, gives up before json does
 
 
 @dataclass(frozen=True)
@@ -98,9 +96,9 @@ def load_prompts(
     where = f"data.{split}={source}"
     if config.task_args and not any((s or "").startswith(TASK_PREFIX) for s in (source, config.train, config.eval)):
         raise ConfigError(f"data.task_args is set, but {where} is no built-in task; unset it, or use task:NAME")
-    table, lacking = _read(source, config, split, seed, where)
+    table, lacking = read_table(source, config, split, seed, where)
     prompt_column = "prompt" if source.startswith(TASK_PREFIX) else config.prompt_column
-    values, columns = _part_columns(table, prompt_column, where)
+    values, columns = part_columns(table, prompt_column, where)
     is_chat = _check_prompts(values, where)
     chats: list[Chat] | None = None
     texts: list[str] = values
@@ -121,153 +119,6 @@ def load_prompts(
     return _fit_length(PromptSet(source, texts, token_ids, chats, columns, report, lacking), config, tokenizer, where)
 
 
-def _read(source: str, config: DataConfig, split: Split, seed: int, where: str) -> tuple[Table, dict[str, int]]:
-    """The table of a source, for eval its first ``eval_size`` rows, and ``PromptSet.lacking``."""
-    max_rows = config.eval_size if split == "eval" else None
-    if source.startswith(TASK_PREFIX):
-        name = source.removeprefix(TASK_PREFIX)
-        return _columnar(task_rows(name, config.task_args, split=split, seed=seed, max_rows=max_rows)), {}
-    path = Path(source).expanduser()
-    kinds = "a source is task:NAME, a .jsonl or .parquet file, or a directory saved by datasets"
-    if not path.exists():
-        raise DataError(f"{where}: no such file or directory; {kinds}")
-    lacking: dict[str, int] = {}
-    if path.is_dir():
-        table = _read_directory(path, DIRECTORY_SPLITS[split], where)
-    elif path.suffix == ".jsonl":
-        numbered = read_json_lines(path, where)[:max_rows]
-        table = _columnar([row for _, row in numbered])
-        lacking = _first_lacking(numbered, table)
-    elif path.suffix == ".parquet":
-        table = _read_parquet(path, where)
-    else:
-        raise DataError(f"{where}: cannot read a {path.suffix or 'file without suffix'}; {kinds}")
-    if not any(table.values()):
-        raise DataError(f"{where}: holds no rows")
-    return {name: column[:max_rows] for name, column in table.items()}, lacking
-
-
-def read_json_lines(path: Path, where: str) -> list[tuple[int, dict[str, Any]]]:
-    """(line number from 1, object) of every line that is not blank. Raises DataError, which names ``where``."""
-    rows = []
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                rows.append((number, _read_json_line(line, f"{where}: line {number}")))
-    except OSError as error:
-        raise DataError(f"{where}: cannot be read: {_one_line(error)}") from error
-    return rows
-
-
-def _read_json_line(line: bytes, where: str) -> dict[str, Any]:
-    too_deep = f"{where} is nested more than {MAX_NESTING} levels deep; flatten it"
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
-        raise DataError(f"{where} is not valid JSON: {_one_line(error)}") from error
-    except RecursionError as error:
-        raise DataError(too_deep) from error
-    if not isinstance(row, dict):
-        raise DataError(f"{where} is a {type(row).__name__}; every line must be an object")
-    if line.count(b"[") + line.count(b"{") > MAX_NESTING and _nesting(row) > MAX_NESTING:
-        raise DataError(too_deep)
-    if b"\\u" in line:  # JSON may spell what UTF-8 cannot
-        try:
-            json.dumps(row, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            half = json.dumps(error.object[error.start])
-            raise DataError(
-                f"{where} has {half}, half of a surrogate pair, which is no character; write both halves, or remove it"
-            ) from error
-    return row
-
-
-def _nesting(value: Any) -> int:
-    """Levels of lists and objects."""
-    levels, current = 0, [value]
-    while current := [inner for inner in current if isinstance(inner, dict | list)]:
-        current = [x for inner in current for x in (inner.values() if isinstance(inner, dict) else inner)]
-        levels += 1
-    return levels
-
-
-def _first_lacking(numbered: Sequence[tuple[int, dict[str, Any]]], names: Iterable[str]) -> dict[str, int]:
-    """By column, the first line that lacks the key: null is a value, a key that is not there is a slip."""
-    first = {name: next((number for number, row in numbered if name not in row), None) for name in names}
-    return {name: number for name, number in first.items() if number is not None}
-
-
-def _columnar(rows: list[dict[str, Any]]) -> Table:
-    """Columns of rows; a row that lacks one has None there."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    return {name: [row.get(name) for row in rows] for name in names}
-
-
-def _read_parquet(path: Path, where: str) -> Table:
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        table = parquet.read_table(path)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{where}: not a readable Parquet file: {_one_line(error)}") from error
-    try:
-        return table.to_pydict()
-    except UnicodeDecodeError as error:
-        raise _not_utf8(table, where) from error
-
-
-def _not_utf8(table: "pyarrow.Table", where: str) -> DataError:
-    """Names the first value that does not decode: Arrow takes any bytes for a string."""
-    for name in table.column_names:
-        for row, value in enumerate(table[name], start=1):
-            try:
-                value.as_py()
-            except UnicodeDecodeError as error:
-                return DataError(f"{where}: row {row}: column {name!r} is not valid UTF-8: {_one_line(error)}")
-    raise AssertionError("one of the values did not decode")
-
-
-def _read_directory(path: Path, split: str, where: str) -> Table:
-    import datasets  # slow to import
-
-    try:
-        loaded = datasets.load_from_disk(str(path))
-    except Exception as error:  # a damaged or foreign directory makes datasets raise nearly anything
-        raise DataError(
-            f"{where}: not a directory that datasets' save_to_disk wrote: {_one_line(error)}; name a file in it instead"
-        ) from error
-    if isinstance(loaded, datasets.DatasetDict):
-        saved = [str(name) for name in loaded]
-        if split not in saved:
-            raise DataError(
-                f"{where}: needs a split {split!r}, and the saved ones are {', '.join(saved)}; name the directory of "
-                f"one, such as {path / saved[0] if saved else path}"
-            )
-        loaded = loaded[split]
-    try:
-        table = loaded.with_format(None).to_dict()
-    except UnicodeDecodeError as error:
-        raise _not_utf8(loaded.with_format("arrow")[:], where) from error
-    assert isinstance(table, dict), "only a batched to_dict gives an iterator"
-    return table
-
-
-def _part_columns(table: Table, prompt_column: str, where: str) -> tuple[list[Any], Table]:
-    """The prompts, and the other columns."""
-    if prompt_column not in table:
-        raise DataError(
-            f"{where}: has no column {prompt_column!r}; set data.prompt_column to one of {', '.join(table)}"
-        )
-    columns = {name: column for name, column in table.items() if name != prompt_column}
-    hidden = [name for name in ARGUMENTS if name in columns]
-    if hidden:
-        raise DataError(f"{where}: rename column {hidden[0]!r}, it would hide an argument of reward functions")
-    return table[prompt_column], columns
-
-
 def _check_prompts(prompts: list[Any], where: str) -> bool:
     """Whether the prompts are chats. Raises DataError naming the first row that is no usable prompt."""
     is_chat = isinstance(prompts[0], list)
@@ -276,33 +127,6 @@ def _check_prompts(prompts: list[Any], where: str) -> bool:
         if problem is not None:
             raise DataError(f"{where}: row {row}: {problem}")
     return is_chat
-
-
-def prompt_problem(prompt: Any, *, is_chat: bool) -> str | None:
-    """What is wrong with a prompt, None for nothing."""
-    if prompt is not None and not isinstance(prompt, (str, list)):
-        return f"the prompt is a {type(prompt).__name__}; it must be a string or a list of {{role, content}} messages"
-    if prompt is None or not (prompt.strip() if isinstance(prompt, str) else prompt):
-        return "the prompt is empty; remove the row"
-    if isinstance(prompt, list) != is_chat:
-        return "chats and plain strings are mixed; use one kind"
-    return _chat_problem(prompt) if isinstance(prompt, list) else None
-
-
-def _chat_problem(chat: list[Any]) -> str | None:
-    for message in chat:
-        if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
-            return f"the message {str(message)[:80]!r} must have a role and a content that are strings"
-    if not any(message["content"].strip() for message in chat):
-        return "the prompt is empty; remove the row"
-    if chat[-1]["role"] == "assistant":
-        return "the chat ends with the assistant, who is to answer; remove that message"
-    return None
-
-
-def plain_messages(chat: Chat) -> Chat:
-    """Without keys that are None: Arrow fills in every key that any message of the data has."""
-    return [{key: value for key, value in message.items() if value is not None} for message in chat]
 
 
 def _with_system_prompt(chat: Chat, system_prompt: str | None) -> Chat:
@@ -324,7 +148,7 @@ def _render(chats: list[Chat], config: DataConfig, tokenizer: "PreTrainedTokeniz
         try:
             text = render_chat(tokenizer, chat, date=config.date, add_generation_prompt=True, kwargs=kwargs)
         except Exception as error:  # a template may raise anything, by its own raise_exception too
-            raise DataError(f"{where}: row {row}: the model's chat template refuses it: {_one_line(error)}") from error
+            raise DataError(f"{where}: row {row}: the model's chat template refuses it: {one_line(error)}") from error
         texts.append(text)
     return texts
 
@@ -387,70 +211,3 @@ def _truncated_text(text: str, ids: np.ndarray, tokenizer: "PreTrainedTokenizerB
     """What is left of ``text``, with BOS only where the text itself spelt it."""
     bos_is_ours = ids[0] == tokenizer.bos_token_id and not text.startswith(str(tokenizer.bos_token))
     return str(tokenizer.decode(ids[1:] if bos_is_ours else ids))
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-class PromptStream:
-    """The prompts for ever, epoch after epoch, each epoch in an order of its own that follows from seed and epoch.
-
-    A prompt's id is its position in the stream: epoch x len(prompts) + its place in the epoch. So ids are unique over a
-    run, and a resumed stream goes on with the ids that an uninterrupted one would have given.
-    """
-
-    def __init__(self, prompts: PromptSet, *, shuffle: bool, seed: int) -> None:
-        assert len(prompts), "load_prompts never returns an empty set"
-        self.prompts = prompts
-        self.shuffle = shuffle
-        self.seed = seed
-        self.position = 0  # prompts taken so far
-        self._fingerprint = prompts.fingerprint()
-        self._epoch, self._order = 0, self._order_of(0)
-
-    def take(self, n: int) -> list[Prompt]:
-        """The next ``n`` prompts."""
-        return [self._next() for _ in range(n)]
-
-    def at(self, position: int) -> Prompt:
-        """The prompt with the id ``position``, whether taken or not."""
-        epoch, place = divmod(position, len(self.prompts))
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._order_of(epoch)
-        return self.prompts.prompt(self._order[place], id=position)
-
-    def _next(self) -> Prompt:
-        prompt = self.at(self.position)
-        self.position += 1
-        return prompt
-
-    def _order_of(self, epoch: int) -> list[int]:
-        """The row at each place of an epoch."""
-        order = list(range(len(self.prompts)))
-        if self.shuffle:
-            Random(f"{self.seed}/{epoch}").shuffle(order)
-        return order
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position, and what it means only together with; JSON types."""
-        return {"position": self.position, "source": self.prompts.source, **self._identity()}
-
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "num_prompts": len(self.prompts),
-            "fingerprint": self._fingerprint,
-            "shuffle": self.shuffle,
-            "seed": self.seed,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where ``state`` was taken. Raises CheckpointError if that was with other data or order."""
-        for key, ours in self._identity().items():
-            if state.get(key) != ours:
-                raise CheckpointError(
-                    f"the checkpoint's data position does not fit data.train={self.prompts.source}: {key} was "
-                    f"{state.get(key)} (of {state.get('source')}) and is {ours}; resume with the data, prompt settings "
-                    "and seed of that run, or start anew with checkpoint.resume=none"
-                )
-        self.position = int(state["position"])

@@ -14,6 +14,7 @@ from rlhf.errors import ConfigError
 Split = Literal["train", "eval"]
 Row = dict[str, Any]
 
+TASK_PREFIX = "task:"  # of a source that names a task
 EVAL_SHARE = 8  # one prompt in eight is held out
 MAX_FRUITLESS_DRAWS = 1000  # in a row, before the task is taken to have no further prompts
 

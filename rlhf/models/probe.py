@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from rlhf.batch import TrainBatch
 from rlhf.errors import ConfigError
-from rlhf.models.packed import PackedModel, PolicyModel, WholeSequence, packed_inputs
+from rlhf.models.inputs import WholeSequence, packed_inputs
+from rlhf.models.packed import PackedModel, PolicyModel
 
 # The largest mean difference that rounding explains: of log-probabilities in nats, of scores relative to their size
 # where that is above 1. In bfloat16 0.01 to 0.04 nats are seen, on models whose weights are wide.

@@ -11,6 +11,7 @@ from rlhf.config import LearnerConfig
 from rlhf.planning.shapes import ModelShape
 
 GIB = 2**30
+AUTO_SHARE = 0.9  # what is decided automatically fills at most this share of a GPU: predictions are off by up to 10 %
 CONTEXT_BYTES = 0.75 * GIB  # fitted: CUDA context, NCCL and cuBLAS workspaces of one process
 ALLOCATOR_SLACK = 0.08  # fitted: reserved beyond allocated, as a share of what comes and goes
 ENGINE_BYTES = 2.0 * GIB  # fitted: vLLM's activations, inside rollout.gpu_memory_fraction

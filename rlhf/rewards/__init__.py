@@ -1,4 +1,7 @@
-"""Reward functions: the built-in ones, loading a user's, and calling them together; ``total`` alone imports torch."""
+"""Rewards: the built-in functions, loading a user's, calling them together; a reward model; and their sum.
+
+Only ``model`` and ``total`` import torch: the process of the sync functions starts without it.
+"""
 
 from rlhf.rewards.loading import MODEL_NAME, RewardFunction, load_reward_functions
 from rlhf.rewards.scoring import RewardFunctions, Scoring

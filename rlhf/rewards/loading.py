@@ -21,10 +21,10 @@ from types import ModuleType
 from typing import Any
 
 from rlhf.config import RewardFunctionConfig
+from rlhf.data.columns import ARGUMENTS
 from rlhf.errors import ConfigError, DeadlineError, RewardError
 from rlhf.rewards.functions import BUILT_IN
 
-ARGUMENTS = ("prompts", "completions", "completion_ids")  # what every function may name, beside columns and kwargs
 MODEL_NAME = "model"  # of the reward model among the functions: its metric, and its weight in the sum
 
 

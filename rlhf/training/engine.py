@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from rlhf.batch import TrainBatch
 from rlhf.config import LearnerConfig, OptimizerConfig, require
 from rlhf.errors import CheckpointError
-from rlhf.models.packed import PackedInputs, PackedModel, packed_inputs
+from rlhf.models.inputs import PackedInputs, packed_inputs
+from rlhf.models.packed import PackedModel
 from rlhf.models.probe import check_packing
 from rlhf.training.parking import Parking
 from rlhf.training.weights import gathered_state_dict

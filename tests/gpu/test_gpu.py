@@ -26,7 +26,9 @@ from rlhf.algorithms import make_algorithm
 from rlhf.batch import Prompt, Rollout, TrainBatch, pack
 from rlhf.config import AlgorithmConfig
 from rlhf.data.prompts import load_prompts
-from rlhf.models.packed import PolicyModel, load_policy, packed_inputs
+from rlhf.models.inputs import packed_inputs
+from rlhf.models.loading import load_policy
+from rlhf.models.packed import PolicyModel
 from rlhf.models.probe import TOLERANCE, check_packing, probe_batch
 from rlhf.recipes import load_config
 from rlhf.roles import Roles

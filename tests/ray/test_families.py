@@ -12,7 +12,9 @@ import torch
 from actors.rollouts.engine_loop import WorkerSpec
 from rlhf.batch import Prompt, Rollout, pack
 from rlhf.config import RolloutConfig
-from rlhf.models.packed import PolicyModel, load_policy, packed_inputs
+from rlhf.models.inputs import packed_inputs
+from rlhf.models.loading import load_policy
+from rlhf.models.packed import PolicyModel
 from rlhf.training.weights import bucket_layout, bucket_size, pack_bucket, walk_buckets
 from tests.families import FAMILIES, make_model, small_config
 from tests.vllm_child import Job

@@ -20,11 +20,12 @@ from actors.proxies import LearnerGroup
 from actors.scorers import RewardModelActor
 from benchmarks.common import actor_pids, steps_of
 from jobs.train_reward import train_reward
-from rlhf.batch import Prompt, Rollout
+from rlhf.batch import Prompt, Rollout, last_token_batch
 from rlhf.config import Config, RewardTrainingConfig
-from rlhf.models.packed import load_scalar
+from rlhf.data.chat import answer_tokens
+from rlhf.models.loading import load_scalar
 from rlhf.recipes import load_config
-from rlhf.training.scorer import RewardModel, answer_tokens, last_token_batch
+from rlhf.rewards.model import RewardModel
 from tests.ray.chaos import until
 
 pytestmark = pytest.mark.ray

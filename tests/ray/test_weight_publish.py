@@ -16,7 +16,7 @@ from rlhf.algorithms import make_algorithm
 from rlhf.batch import Prompt, Rollout, TrainBatch, pack
 from rlhf.data.prompts import load_prompts
 from rlhf.errors import ActorError, UnwrittenWeightsError
-from rlhf.models.packed import load_policy
+from rlhf.models.loading import load_policy
 from rlhf.training.weights import Layout, bucket_layout, bucket_size, pack_bucket
 
 pytestmark = pytest.mark.ray

@@ -9,9 +9,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from rlhf.config import DataConfig
-from rlhf.data.chat import RESERVED, check_template_kwargs, drop_second_bos, render_chat
+from rlhf.data.chat import RESERVED, answer_tokens, check_template_kwargs, drop_second_bos, render_chat
 from rlhf.errors import ConfigError
-from rlhf.training.scorer import answer_tokens
 
 CHAT = [{"role": "user", "content": "hi"}]
 DATED = (

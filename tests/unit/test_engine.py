@@ -36,7 +36,7 @@ ENGINES = """
 import json, sys, torch
 from rlhf.config import LearnerConfig, OptimizerConfig
 from rlhf.training.engine import Engine, init_distributed
-from rlhf.models.packed import load_policy
+from rlhf.models.loading import load_policy
 from rlhf.training.weights import gathered_state_dict
 from benchmarks.bench_learner import ragged_batch
 

@@ -20,7 +20,8 @@ import math, sys, torch
 import torch.distributed as dist
 from rlhf.config import LearnerConfig, OptimizerConfig
 from rlhf.training.engine import Engine, init_distributed
-from rlhf.models.packed import load_policy, packed_inputs
+from rlhf.models.inputs import packed_inputs
+from rlhf.models.loading import load_policy
 from rlhf.training.weights import gathered_state_dict
 from benchmarks.bench_learner import ragged_batch
 

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 from rlhf.batch import TrainBatch
 from rlhf.errors import ConfigError
 from rlhf.models import attention
-from rlhf.models.packed import load_policy, packed_inputs
+from rlhf.models.inputs import packed_inputs
+from rlhf.models.loading import load_policy
 from rlhf.models.probe import check_packing
 from tests.families import FAMILIES, REFUSED, make_model, small_config
 

@@ -11,7 +11,10 @@ from rlhf.batch import TrainBatch
 from rlhf.errors import ConfigError
 from rlhf.models.attention import repeat_heads
 from rlhf.models.families import LogitShape
-from rlhf.models.packed import PolicyModel, ScalarHead, load_policy, load_scalar, packed_inputs
+from rlhf.models.heads import ScalarHead
+from rlhf.models.inputs import packed_inputs
+from rlhf.models.loading import load_policy, load_scalar
+from rlhf.models.packed import PolicyModel
 
 TEMPERATURE = 0.7
 CPU = torch.device("cpu")
@@ -141,7 +144,7 @@ def test_repeated_heads_lie_side_by_side(repeats: int) -> None:
 @pytest.mark.parametrize("shape", [LogitShape(), LogitShape(scale=0.6), LogitShape(scale=1.5, softcap=2.0)], ids=str)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_chunked_logprobs_gradient_is_the_numerical_one(shape: LogitShape, with_bias: bool) -> None:
-    from rlhf.models.packed import _ChunkedLogprobs
+    from rlhf.models.heads import _ChunkedLogprobs
 
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(5, 4, dtype=torch.float64, generator=generator, requires_grad=True)

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.config import DataConfig
-from rlhf.data.prompts import PromptReport, PromptSet, PromptStream, load_prompts
+from rlhf.data.prompt_stream import PromptStream
+from rlhf.data.prompts import PromptReport, PromptSet, load_prompts
 from rlhf.errors import CheckpointError, ConfigError, DataError
 
 TEMPLATE = (

@@ -12,8 +12,9 @@ from actors.proxies import RewardGroup, divide
 from benchmarks.bench_learner import ragged_batch
 from rlhf.config import TimeoutConfig
 from rlhf.errors import RewardError
-from rlhf.models.packed import load_policy
-from rlhf.training.scorer import FrozenScorer, RewardModel
+from rlhf.models.loading import load_policy
+from rlhf.rewards.model import RewardModel
+from rlhf.training.scorer import FrozenScorer
 from tests.fakes import Done
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from actors.weights.load_plan import LoadPlan, UnplannableError, keeps_weights_as_loaded
-from rlhf.models.packed import load_policy
+from rlhf.models.loading import load_policy
 from rlhf.training.weights import (
     bucket_layout,
     bucket_size,

@@ -1,0 +1,141 @@
+"""Reading a source as a table: a built-in task, a JSONL or Parquet file, or a directory that datasets saved.
+
+Every error is one line that names the key and the source. Rows count from 1, blank lines of a JSONL file left out.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf.config import DataConfig
+from rlhf.data.columns import Table, columnar, first_lacking
+from rlhf.data.tasks import TASK_PREFIX, Split, task_rows
+from rlhf.errors import DataError, one_line
+
+if TYPE_CHECKING:
+    import pyarrow
+
+DIRECTORY_SPLITS: dict[Split, str] = {"train": "train", "eval": "test"}  # of a saved DatasetDict
+MAX_NESTING = 100  # levels of a JSON line; pickle, which takes columns to actors, gives up before json does
+
+
+def read_table(source: str, config: DataConfig, split: Split, seed: int, where: str) -> tuple[Table, dict[str, int]]:
+    """The table of a source, for eval its first ``eval_size`` rows, and ``PromptSet.lacking``."""
+    max_rows = config.eval_size if split == "eval" else None
+    if source.startswith(TASK_PREFIX):
+        name = source.removeprefix(TASK_PREFIX)
+        return columnar(task_rows(name, config.task_args, split=split, seed=seed, max_rows=max_rows)), {}
+    path = Path(source).expanduser()
+    kinds = "a source is task:NAME, a .jsonl or .parquet file, or a directory saved by datasets"
+    if not path.exists():
+        raise DataError(f"{where}: no such file or directory; {kinds}")
+    lacking: dict[str, int] = {}
+    if path.is_dir():
+        table = _read_directory(path, DIRECTORY_SPLITS[split], where)
+    elif path.suffix == ".jsonl":
+        numbered = read_json_lines(path, where)[:max_rows]
+        table = columnar([row for _, row in numbered])
+        lacking = first_lacking(numbered, table)
+    elif path.suffix == ".parquet":
+        table = _read_parquet(path, where)
+    else:
+        raise DataError(f"{where}: cannot read a {path.suffix or 'file without suffix'}; {kinds}")
+    if not any(table.values()):
+        raise DataError(f"{where}: holds no rows")
+    return {name: column[:max_rows] for name, column in table.items()}, lacking
+
+
+def read_json_lines(path: Path, where: str) -> list[tuple[int, dict[str, Any]]]:
+    """(line number from 1, object) of every line that is not blank. Raises DataError, which names ``where``."""
+    rows = []
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                rows.append((number, _read_json_line(line, f"{where}: line {number}")))
+    except OSError as error:
+        raise DataError(f"{where}: cannot be read: {one_line(error)}") from error
+    return rows
+
+
+def _read_json_line(line: bytes, where: str) -> dict[str, Any]:
+    too_deep = f"{where} is nested more than {MAX_NESTING} levels deep; flatten it"
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+        raise DataError(f"{where} is not valid JSON: {one_line(error)}") from error
+    except RecursionError as error:
+        raise DataError(too_deep) from error
+    if not isinstance(row, dict):
+        raise DataError(f"{where} is a {type(row).__name__}; every line must be an object")
+    if line.count(b"[") + line.count(b"{") > MAX_NESTING and _nesting(row) > MAX_NESTING:
+        raise DataError(too_deep)
+    if b"\\u" in line:  # JSON may spell what UTF-8 cannot
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = json.dumps(error.object[error.start])
+            raise DataError(
+                f"{where} has {half}, half of a surrogate pair, which is no character; write both halves, or remove it"
+            ) from error
+    return row
+
+
+def _nesting(value: Any) -> int:
+    """Levels of lists and objects."""
+    levels, current = 0, [value]
+    while current := [inner for inner in current if isinstance(inner, dict | list)]:
+        current = [x for inner in current for x in (inner.values() if isinstance(inner, dict) else inner)]
+        levels += 1
+    return levels
+
+
+def _read_parquet(path: Path, where: str) -> Table:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        table = parquet.read_table(path)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{where}: not a readable Parquet file: {one_line(error)}") from error
+    try:
+        return table.to_pydict()
+    except UnicodeDecodeError as error:
+        raise _not_utf8(table, where) from error
+
+
+def _not_utf8(table: "pyarrow.Table", where: str) -> DataError:
+    """Names the first value that does not decode: Arrow takes any bytes for a string."""
+    for name in table.column_names:
+        for row, value in enumerate(table[name], start=1):
+            try:
+                value.as_py()
+            except UnicodeDecodeError as error:
+                return DataError(f"{where}: row {row}: column {name!r} is not valid UTF-8: {one_line(error)}")
+    raise AssertionError("one of the values did not decode")
+
+
+def _read_directory(path: Path, split: str, where: str) -> Table:
+    import datasets  # slow to import
+
+    try:
+        loaded = datasets.load_from_disk(str(path))
+    except Exception as error:  # a damaged or foreign directory makes datasets raise nearly anything
+        raise DataError(
+            f"{where}: not a directory that datasets' save_to_disk wrote: {one_line(error)}; name a file in it instead"
+        ) from error
+    if isinstance(loaded, datasets.DatasetDict):
+        saved = [str(name) for name in loaded]
+        if split not in saved:
+            raise DataError(
+                f"{where}: needs a split {split!r}, and the saved ones are {', '.join(saved)}; name the directory of "
+                f"one, such as {path / saved[0] if saved else path}"
+            )
+        loaded = loaded[split]
+    try:
+        table = loaded.with_format(None).to_dict()
+    except UnicodeDecodeError as error:
+        raise _not_utf8(loaded.with_format("arrow")[:], where) from error
+    assert isinstance(table, dict), "only a batched to_dict gives an iterator"
+    return table

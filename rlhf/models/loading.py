@@ -1,0 +1,93 @@
+"""Loading models for packed training: whole, of a supported family, with attention of our own; else refused."""
+
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from rlhf.errors import ConfigError
+from rlhf.models.attention import PACKED_ATTENTION
+from rlhf.models.families import Adjusted, load_model_config
+from rlhf.models.packed import PolicyModel, ScalarModel
+
+
+def load_policy(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    temperature: float,
+    chunk_tokens: int,
+    max_tokens: int | None = None,
+    trust_remote_code: bool = False,
+    key: str = "model.path",
+) -> PolicyModel:
+    """A causal LM for packed scoring of sequences of up to ``max_tokens`` (None: as many as it takes).
+
+    Raises ConfigError, naming ``key``, where the family is not supported or the directory does not hold the whole LM.
+    """
+    adjusted = load_model_config(path, key=key, max_tokens=max_tokens, trust_remote_code=trust_remote_code)
+    lm, missing = _load(AutoModelForCausalLM, path, adjusted, dtype, key, trust_remote_code)
+    saved_as = [name for name in adjusted.config.architectures or () if "Classification" in name]
+    if missing or saved_as:
+        what = f"a {saved_as[0]}" if saved_as else "not whole"
+        lacks = f", it lacks {', '.join(missing[:3])}" if missing else ""
+        raise ConfigError(f"{key}={path}: {what}{lacks}; a policy has to be a causal language model")
+    return PolicyModel(lm, temperature=temperature, chunk_tokens=chunk_tokens, original=adjusted.original)
+
+
+def load_scalar(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    max_tokens: int | None = None,
+    fresh_head: Literal["refused", "zero", "random"] = "refused",
+    trust_remote_code: bool = False,
+    key: str = "model.path",
+) -> ScalarModel:
+    """A one-label sequence classifier from a directory of that kind.
+
+    ``fresh_head``: what a directory without a head gets, a causal LM's for example. ``zero``: a head that says 0
+    everywhere, as a critic that knows nothing yet should: random values would only be noise in the first advantages
+    (Huang et al. 2024, arXiv 2403.17031; OpenAI's lm-human-preferences). Raises ConfigError as ``load_policy``.
+    """
+    adjusted = load_model_config(path, key=key, max_tokens=max_tokens, trust_remote_code=trust_remote_code)
+    adjusted.config.num_labels = 1
+    lm, missing = _load(AutoModelForSequenceClassification, path, adjusted, dtype, key, trust_remote_code)
+    head_missing = [name for name in missing if name.startswith("score.")]
+    if set(missing) - set(head_missing) or (head_missing and fresh_head == "refused"):
+        raise ConfigError(
+            f"{key}={path}: not a whole sequence classifier, it lacks {', '.join(missing[:3])}; `rlhf train-reward` "
+            "makes one from a language model"
+        )
+    model = ScalarModel(lm, adjusted.original)
+    if head_missing and fresh_head == "zero":
+        for name, parameter in lm.named_parameters():
+            if name in head_missing:
+                getattr(parameter, "ds_tensor", parameter).data.zero_()  # under ZeRO-3 this rank holds a shard
+    return model
+
+
+def _load(
+    auto: Any, path: str, adjusted: Adjusted, dtype: torch.dtype, key: str, trust_remote_code: bool
+) -> tuple[PreTrainedModel, list[str]]:
+    """The model, and the names of the parameters that its directory lacks."""
+    irreplaceable = ConfigError(
+        f"{key}={path}: the attention of {adjusted.config.model_type} models cannot be replaced, so sequences cannot "
+        "be packed; use a model of another family (docs/models.md)"
+    )
+    try:
+        lm, loading = auto.from_pretrained(
+            path,
+            config=adjusted.config,
+            dtype=dtype,
+            attn_implementation=PACKED_ATTENTION,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except KeyError as error:
+        if error.args == (PACKED_ATTENTION,):  # looked up among implementations of its own
+            raise irreplaceable from error
+        raise
+    if not lm._can_set_attn_implementation():
+        raise irreplaceable
+    return lm, sorted(loading["missing_keys"])

@@ -1,0 +1,185 @@
+"""What a run takes of its GPUs: bytes of every role, and of every kind of GPU in each phase.
+
+Roles that share a GPU take turns: vLLM is awake while learner and critic idle, and the frozen models score what it has
+finished; then learner and critic score, then they train side by side.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+
+from rlhf.config import Config, RewardModelConfig, RewardTrainingConfig, RolloutConfig, kind_key
+from rlhf.planning.memory import ASLEEP_BYTES, RoleMemory, frozen_memory, learner_memory, rollout_memory
+from rlhf.planning.shapes import ModelShape, read_shape
+from rlhf.planning.topology import model_roles
+
+AnyConfig = Config | RewardTrainingConfig
+
+LEARNERS = ("learner", "critic")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a learner's settings may leave open, decided: the arguments of ``learner_memory`` by these names."""
+
+    checkpointing: bool
+    offloads: bool
+    float32_gradients: bool
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The choice of every role that learns."""
+
+    by_role: Mapping[str, Choice]
+
+    def __getitem__(self, role: str) -> Choice:
+        return self.by_role[role]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.by_role)
+
+    def vary(self, role: str, **changes: bool) -> "Choices":
+        """The same but for these fields of ``role``'s."""
+        return Choices({**self.by_role, role: replace(self[role], **changes)})
+
+    def as_fast_as(self, other: "Choices") -> bool:
+        """Whether no role recomputes or moves anything that it does not under ``other``."""
+        return all(
+            self[role].checkpointing <= other[role].checkpointing and self[role].offloads <= other[role].offloads
+            for role in self
+        )
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Predicted bytes of one rank of every role, and of every kind of GPU in each phase."""
+
+    roles: dict[str, RoleMemory]  # learner first; rollout workers by their kind's key
+    gpus: dict[str, dict[str, float]]  # who sits there ('shared', or a role) -> phase -> bytes
+
+    def gpu_of(self, role: str) -> dict[str, float]:
+        """Bytes in each phase on the GPU that ``role`` sits on."""
+        return self.gpus["shared" if "shared" in self.gpus else role]
+
+
+def predict(config: AnyConfig, device_bytes: float, choices: Choices) -> Usage:
+    """The usage of GPUs of ``device_bytes``.
+
+    The policy's ``config.json`` must be at hand; other models whose own is not count as large as the policy.
+    """
+    if isinstance(config, RewardTrainingConfig):
+        learner = _reward_learner(config, choices["learner"])
+        return Usage({"learner": learner}, {"learner": {"train": learner.peak}})
+    roles = {"learner": _learner(config, choices["learner"])}
+    if config.uses_critic:
+        roles["critic"] = _critic(config, choices["critic"])
+    if config.uses_reference:
+        roles["reference"] = _reference(config)
+    if config.reward.model is not None:
+        roles["reward_model"] = _reward_model(config, config.reward.model)
+    for kind, (settings, _) in config.rollout.kinds().items():
+        roles[kind_key(kind)] = _engine(config, settings, device_bytes)
+    phases = _shared_phases if config.placement.colocated else _separate_phases
+    return Usage(roles, phases(config, roles))
+
+
+def _reward_learner(config: RewardTrainingConfig, choice: Choice) -> RoleMemory:
+    return learner_memory(
+        config.learner,
+        _shape(config),
+        **asdict(choice),
+        tokens=min(config.learner.micro_batch_tokens, config.batch_pairs * config.max_pair_tokens),
+        lm_head=False,
+        element_bytes=_element_bytes(config),
+    )
+
+
+def _learner(config: Config, choice: Choice) -> RoleMemory:
+    return learner_memory(
+        config.learner,
+        _shape(config),
+        **asdict(choice),
+        tokens=_fullest(config, config.learner.micro_batch_tokens),
+        element_bytes=_element_bytes(config),
+        bucket_bytes=config.rollout.weight_bucket_mib << 20,
+    )
+
+
+def _critic(config: Config, choice: Choice) -> RoleMemory:
+    return learner_memory(
+        config.critic,
+        _shape(config, config.critic.path),
+        **asdict(choice),
+        tokens=_fullest(config, config.critic.micro_batch_tokens),
+        lm_head=False,
+        element_bytes=_element_bytes(config),
+    )
+
+
+def _reference(config: Config) -> RoleMemory:
+    return frozen_memory(
+        _shape(config, config.reference.path),
+        tokens=_fullest(config, config.reference.micro_batch_tokens),
+        chunk=config.learner.logits_chunk_tokens,
+        lm_head=True,
+        element_bytes=_element_bytes(config),
+    )
+
+
+def _reward_model(config: Config, settings: RewardModelConfig) -> RoleMemory:
+    return frozen_memory(
+        _shape(config, settings.path),
+        tokens=min(settings.micro_batch_tokens, config.algorithm.num_sequences * settings.max_tokens),
+        lm_head=False,
+        element_bytes=_element_bytes(config),
+    )
+
+
+def _engine(config: Config, settings: RolloutConfig, device_bytes: float) -> RoleMemory:
+    return rollout_memory(
+        _shape(config),
+        budget_bytes=settings.gpu_memory_fraction * device_bytes / config.rollout_workers_per_gpu,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        cache_tokens=config.rollout_cache_tokens,
+        element_bytes=_element_bytes(config),
+    )
+
+
+def _shape(config: AnyConfig, path: str | None = None) -> ModelShape:
+    """The shape of the model at ``path``; the policy's where that is None or not known."""
+    shape = read_shape(path or config.model.path) or read_shape(config.model.path)
+    assert shape is not None, "the policy's shape is known"
+    return shape
+
+
+def _element_bytes(config: AnyConfig) -> int:
+    return 4 if config.model.dtype == "float32" else 2
+
+
+def _fullest(config: Config, token_budget: int) -> int:
+    """Tokens of the fullest micro-batch: a small batch does not fill the budget."""
+    return min(token_budget, config.algorithm.num_sequences * config.max_sequence_tokens)
+
+
+def _separate_phases(config: Config, roles: Mapping[str, RoleMemory]) -> dict[str, dict[str, float]]:
+    """Every role has GPUs of its own, and one phase in which it takes the most."""
+    phase = dict.fromkeys(LEARNERS, "train") | {kind_key(kind): "generate" for kind in config.rollout.kinds()}
+    return {role: {phase.get(role, "score"): memory.peak} for role, memory in roles.items()}
+
+
+def _shared_phases(config: Config, roles: Mapping[str, RoleMemory]) -> dict[str, dict[str, float]]:
+    """All roles on the same GPUs, in turns; of the fullest GPU."""
+    models = [
+        (role in LEARNERS, -(-ranks // config.num_shared_bundles), roles[role])  # learns?, ranks on that GPU
+        for role, (ranks, _) in model_roles(config).items()
+    ]
+    engines = config.rollout_workers_per_gpu
+    awake, asleep = engines * roles["rollout"].peak, engines * ASLEEP_BYTES
+    return {
+        "shared": {
+            # reference and reward model score groups as they finish, while others are still being sampled
+            "generate": sum(count * (m.idle if learns else m.scores) for learns, count, m in models) + awake,
+            "score": sum(count * m.scores for _, count, m in models) + asleep,
+            "train": sum(count * (m.peak if learns else m.idle) for learns, count, m in models) + asleep,
+        }
+    }

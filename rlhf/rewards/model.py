@@ -1,0 +1,63 @@
+"""A reward model: a scalar for each completion, from its text."""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import AutoTokenizer
+
+from rlhf.batch import Rollout, last_token_batch
+from rlhf.data.chat import answer_tokens, truncate_tail
+from rlhf.errors import ConfigError, RewardError
+from rlhf.models.packed import ScalarModel
+from rlhf.training.scorer import FrozenScorer
+
+
+class RewardModel:
+    """Scores text: it has a tokenizer and a chat template of its own, so the policy's tokens mean nothing to it."""
+
+    def __init__(
+        self,
+        path: str,
+        model: ScalarModel,
+        *,
+        max_tokens: int,
+        token_budget: int,
+        device: torch.device,
+        date: str | None = None,
+        compiled: bool = False,
+        probe_key: str | None = None,
+    ) -> None:
+        """``path``: where its tokenizer is; ``max_tokens``: per text; ``date``: see ``render_chat``; the last two: see
+        FrozenScorer."""
+        self._path = path
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self._date = date
+        self._max_tokens = min(max_tokens, token_budget - 1)  # last_token_batch appends one
+        self._scorer = FrozenScorer(
+            model, token_budget=token_budget, device=device, compiled=compiled, probe_key=probe_key
+        )
+
+    def score(self, groups: Sequence[Sequence[Rollout]], texts: Sequence[Sequence[str]]) -> list[list[float]]:
+        """By group, one score per rollout; ``texts`` are the completions."""
+        pairs = zip(groups, texts, strict=True)
+        return self.score_tokens([list(map(self._tokenise, group, completions)) for group, completions in pairs])
+
+    def score_tokens(self, groups: Sequence[Sequence[list[int]]]) -> list[list[float]]:
+        """By group, the model's scalar at the last token of each sequence. Raises RewardError unless all are finite."""
+        scores = self._scorer.score([last_token_batch(group) for group in groups])
+        for found in scores:
+            if not found.isfinite().all():
+                raise RewardError(
+                    f"reward.model.path={self._path}: it gave {found[~found.isfinite()][0].item()} for a completion; "
+                    "look for NaN in its weights, or set model.dtype=float32"
+                )
+        return [found.tolist() for found in scores]
+
+    def _tokenise(self, rollout: Rollout, text: str) -> list[int]:
+        prompt = rollout.prompt
+        if prompt.messages is not None and self.tokenizer.chat_template is None:
+            raise ConfigError(
+                "reward.model.path: the prompts are chats, but its tokenizer has no chat template; add one"
+            )
+        whole = prompt.text if prompt.messages is None else prompt.messages
+        return truncate_tail(answer_tokens(self.tokenizer, whole, text, date=self._date), self._max_tokens)
