@@ -18,10 +18,11 @@ from actors.rollouts.factory import WorkerFactory
 from actors.rollouts.pool import RolloutPool
 from actors.scorers import ReferenceActor, RewardActor, RewardModelActor
 from actors.weights.publish import ObjectStoreTransport, SessionTransport, Transport
-from rlhf.config import Config, RewardTrainingConfig
+from rlhf.config import Config
 from rlhf.driver import Roles
 from rlhf.errors import PlacementError
 from rlhf.planning.topology import Device, Slot, Topology, plan_topology
+from rlhf.reward_config import RewardTrainingConfig
 from rlhf.rewards import MODEL_NAME, load_reward_functions
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf.checkpoint import read_state
-from rlhf.config import Config, RewardTrainingConfig
+from rlhf.config import ALGORITHMS, Config
 from rlhf.errors import CheckpointError, ConfigError
+from rlhf.reward_config import RewardTrainingConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -229,7 +230,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tup
         was, now = before.get(key, UNSET), after.get(key, UNSET)
         if was == now or (key in PATHS and _same_path(was, now)):
             continue
-        if key.startswith("critic.") and after["algorithm.name"] != "ppo":
+        if key.startswith("critic.") and not ALGORITHMS[after["algorithm.name"]].critic:
             continue  # there is none
         yield key, was, now
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from rlhf.checkpoint import CheckpointStore, read_state
 from rlhf.checks.nonfinite import SkippedSteps, take_skip_report
-from rlhf.config import RewardTrainingConfig
 from rlhf.data.preferences import Pair, epoch_batches, pair_batch
+from rlhf.reward_config import RewardTrainingConfig
 from rlhf.roles import Metrics, Trained
 from rlhf.tracking import Tracker
 from rlhf.training.reward_learner import evaluate_pairs

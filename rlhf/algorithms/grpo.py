@@ -17,7 +17,7 @@ class GroupBaseline:
 
     def __init__(self, config: AlgorithmConfig, advantages_of: Callable[[Tensor], Tensor]) -> None:
         self._config, self._advantages_of = config, advantages_of
-        self.needs_old_logprobs = config.beta > 0 and not config.kl_in_loss
+        self.needs_old_logprobs = config.beta > 0 and config.facts.kl == "reward"
 
     def assign_advantages(self, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
         assert batch.rewards is not None

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from rlhf.batch import TrainBatch
-from rlhf.config import PreferenceDataConfig
 from rlhf.data.chat import Chat
 from rlhf.data.prompts import TASK_PREFIX, plain_messages, prompt_problem, read_json_lines
 from rlhf.data.tasks import Row, Split, task_rows
 from rlhf.errors import ConfigError, DataError
+from rlhf.reward_config import PreferenceDataConfig
 from rlhf.training.scorer import answer_tokens, last_token_batch, truncate_tail
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ finished; then learner and critic score, then they train side by side. The GPU m
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from rlhf.config import Config, LearnerConfig, RewardTrainingConfig, kind_key
+from rlhf.config import Config, LearnerConfig, kind_key
 from rlhf.errors import ConfigError
 from rlhf.planning.memory import (
     ALLOCATOR_SLACK,
@@ -22,6 +22,7 @@ from rlhf.planning.memory import (
     rollout_memory,
 )
 from rlhf.planning.shapes import read_shape
+from rlhf.reward_config import RewardTrainingConfig
 
 AUTO_SHARE = 0.9  # what is decided here fills at most so much of a GPU: predictions are good to some 10 %
 

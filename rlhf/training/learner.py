@@ -142,7 +142,7 @@ class PolicyLearner(BatchLearner):
             delta=config.delta,
             dual_clip=config.dual_clip,
             importance_sampling_level=config.importance_sampling_level,
-            beta=config.beta if config.kl_in_loss else 0.0,
+            beta=config.beta if config.facts.kl == "loss" else 0.0,
             kl_bias_correction=config.kl_bias_correction,
         )
 
@@ -162,7 +162,7 @@ class PolicyLearner(BatchLearner):
         metrics = self._optimise(
             steps, lambda num_tokens: lambda out, micro: self._loss(out, micro, num_tokens, compared)
         )
-        names = PPO_NAMES if self.config.name == "ppo" else {}
+        names = PPO_NAMES if self.config.facts.critic else {}
         return {names.get(name, name): value for name, value in metrics.items()}
 
     def _score_beforehand(self, batch: TrainBatch) -> TrainBatch:

@@ -21,9 +21,10 @@ from actors.scorers import RewardModelActor
 from benchmarks.common import actor_pids, steps_of
 from jobs.train_reward import train_reward
 from rlhf.batch import Prompt, Rollout
-from rlhf.config import Config, RewardTrainingConfig
+from rlhf.config import Config
 from rlhf.models.packed import load_scalar
 from rlhf.recipes import load_config
+from rlhf.reward_config import RewardTrainingConfig
 from rlhf.training.scorer import RewardModel, answer_tokens, last_token_batch
 from tests.ray.chaos import until
 
