@@ -123,6 +123,12 @@ class AlgorithmConfig(Section, key="algorithm"):
     group_size: PositiveInt = 8  # completions per prompt
     num_epochs: PositiveInt = 1
     num_minibatches: PositiveInt = 1  # optimiser steps per epoch
+    # your own function, package.module.function or path/to/file.py:function (docs/extending.md): of advantages ...
+    advantage: str | None = None
+    advantage_kwargs: dict[str, Any] = field(default_factory=dict)  # passed on every call
+    # ... and of each token's loss, in place of the clipped surrogate; loss_type still says how tokens are weighted
+    loss: str | None = None
+    loss_kwargs: dict[str, Any] = field(default_factory=dict)  # passed on every call
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "rloo"] = "dapo"
     scale_rewards: Literal["group", "batch", "none"] = "group"
     importance_sampling_level: Literal["token", "sequence"] = "token"
@@ -159,6 +165,11 @@ class AlgorithmConfig(Section, key="algorithm"):
         super().__post_init__()
         self._check_loss()
         require(
+            self.advantage is None or self.facts.grouped,
+            f"algorithm.advantage={self.advantage} cannot replace the advantages of algorithm.name={self.name}, which "
+            "come from GAE together with the critic's returns; unset it, or use algorithm.name=grpo",
+        )
+        require(
             not self.facts.grouped or self.group_size >= 2,
             f"algorithm.group_size={self.group_size} leaves {self.name} nothing to compare within a group; "
             "use at least 2, or algorithm.name=ppo",
@@ -193,6 +204,10 @@ class AlgorithmConfig(Section, key="algorithm"):
             "algorithm.loss_type=rloo always takes the ratio of whole sequences; leave "
             "algorithm.importance_sampling_level at token, or use another loss_type",
         )
+        if self.loss is None:
+            self._check_clip()
+
+    def _check_clip(self) -> None:
         if self.loss_type == "cispo":
             require(
                 self.epsilon_high > 1,

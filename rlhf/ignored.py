@@ -26,6 +26,14 @@ RULES: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
         ),
     ),
     ("algorithm.name", lambda config: config.algorithm.facts.scales_rewards, ("algorithm.scale_rewards",)),
+    ("algorithm.advantage", lambda config: config.algorithm.advantage is None, ("algorithm.scale_rewards",)),
+    ("algorithm.advantage", lambda config: config.algorithm.advantage is not None, ("algorithm.advantage_kwargs",)),
+    (
+        "algorithm.loss",
+        lambda config: config.algorithm.loss is None,
+        ("algorithm.epsilon_low", "algorithm.epsilon_high", "algorithm.delta", "algorithm.dual_clip"),
+    ),
+    ("algorithm.loss", lambda config: config.algorithm.loss is not None, ("algorithm.loss_kwargs",)),
     (
         "algorithm.beta",
         lambda config: config.uses_reference,
