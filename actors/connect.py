@@ -8,8 +8,9 @@ from typing import Any
 
 import ray
 
-from rlhf.config import Config, RewardTrainingConfig
+from rlhf.config import Config
 from rlhf.planning.topology import Device, plan_topology
+from rlhf.reward_config import RewardTrainingConfig
 
 SPARE_CPUS = 16  # of a local cluster, for rollout workers that are added while a run is under way
 

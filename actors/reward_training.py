@@ -5,9 +5,9 @@ import torch
 from actors.cluster import ActorCluster
 from actors.learner import EngineActor
 from actors.proxies import LearnerGroup
-from rlhf.config import RewardTrainingConfig
 from rlhf.models.loading import load_scalar
 from rlhf.models.packed import PackedModel
+from rlhf.reward_config import RewardTrainingConfig
 from rlhf.training.engine import Engine
 from rlhf.training.reward_learner import RewardLearner
 

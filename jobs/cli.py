@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf.config import Config, RewardTrainingConfig
+from rlhf.config import Config
 from rlhf.errors import ConfigError, DataError, RlhfError
 from rlhf.ignored import ignored_settings
 from rlhf.recipes import load_config, validate_model
+from rlhf.reward_config import RewardTrainingConfig
 
 USER_ERROR = 2  # exit code of what the user can fix in the command, the config or the data
 RUN_ERROR = 1

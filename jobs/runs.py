@@ -16,11 +16,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from actors.cluster import ActorCluster
 from rlhf.checkpoint import CheckpointStore
-from rlhf.config import Config, ModelConfig, RewardTrainingConfig
+from rlhf.config import Config, ModelConfig
 from rlhf.driver import Driver
 from rlhf.errors import ConfigError, RoleLostError
 from rlhf.recipes import to_yaml
 from rlhf.resume import check_resume, read_run
+from rlhf.reward_config import RewardTrainingConfig
 from rlhf.reward_driver import RewardTraining
 from rlhf.tracking import Tracker, print_summary, write_summary
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from actors.cluster import Cluster
 from actors.connect import connect
 from jobs.runs import begin, find_start, keep_trying, load_tokenizer, started, stops_at_step_end, summarise
-from rlhf.algorithms import make_algorithm
+from rlhf.algorithms import check_algorithm, make_algorithm
 from rlhf.batch import Prompt
 from rlhf.checkpoint import CheckpointStore
 from rlhf.checks.gate import SamplingGate
@@ -43,6 +43,7 @@ def train(config: Config) -> dict[str, Any]:
     tokenizer = load_tokenizer(config.model)
     validate_model(config)  # again: the tokenizer of a hub model brings its config.json along
     check_families(config)
+    check_algorithm(config.algorithm)
     checkpoints = CheckpointStore(config.run_dir, keep=config.checkpoint.keep)
     config, state = find_start(config, checkpoints)
     prompts = load_prompts(config.data.train, config.data, tokenizer, split="train", seed=config.seed)

@@ -10,9 +10,10 @@ from actors.connect import connect
 from actors.reward_training import RewardTrainingCluster
 from jobs.runs import begin, find_start, keep_trying, load_tokenizer, started, stops_at_step_end, summarise
 from rlhf.checkpoint import CheckpointStore
-from rlhf.config import RewardTrainingConfig, require
+from rlhf.config import require
 from rlhf.data.preferences import Pair, load_preferences
 from rlhf.resume import describe_run
+from rlhf.reward_config import RewardTrainingConfig
 from rlhf.reward_driver import RewardTraining, count_steps
 from rlhf.tracking import Tracker
 

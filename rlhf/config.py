@@ -1,8 +1,8 @@
 """Typed configuration: frozen dataclasses, validated as they are built. ``rlhf.recipes`` reads them from YAML.
 
 Everything that can be known to be wrong without loading a model or starting Ray is wrong here, in one line that names
-the key. Every key there is stands in this file, with its default. A number's bounds are part of its type: a name of
-those below, or ``Bounds`` beside the field.
+the key. Every key of `rlhf train` is in this file, with its default; `rlhf train-reward` has some of its own in
+``rlhf.reward_config``. A number's bounds are part of its type: one of the names below, or ``Bounds`` beside the field.
 """
 
 import math
@@ -34,7 +34,26 @@ Temperature = Annotated[
 ]
 Weight = Annotated[float, Bounds(min=-1_000_000, max=1_000_000, interval=True)]
 
-GROUPED_ALGORITHMS = ("grpo", "rloo", "reinforce_pp")
+AlgorithmName = Literal["grpo", "rloo", "reinforce_pp", "ppo"]
+
+
+@dataclass(frozen=True)
+class AlgorithmFacts:
+    """What the rest of the code has to know about an algorithm."""
+
+    kl: Literal["loss", "reward"]  # where the KL to the reference is subtracted
+    grouped: bool = True  # advantages compare the completions of one prompt
+    critic: bool = False  # advantages and returns come from GAE over a value model
+    scales_rewards: bool = False  # reads algorithm.scale_rewards
+
+
+ALGORITHMS: dict[AlgorithmName, AlgorithmFacts] = {
+    "grpo": AlgorithmFacts(kl="loss", scales_rewards=True),
+    "rloo": AlgorithmFacts(kl="reward"),
+    "reinforce_pp": AlgorithmFacts(kl="loss"),
+    "ppo": AlgorithmFacts(kl="reward", grouped=False, critic=True),
+}
+
 DEFAULT_KIND = "default"  # the kind of rollout worker that rollout.num_workers counts
 
 
@@ -99,11 +118,17 @@ class DataConfig(Section, key="data"):
 class AlgorithmConfig(Section, key="algorithm"):
     """What is optimised. Defaults are GRPO with DAPO's token-level normaliser, as in TRL."""
 
-    name: Literal["grpo", "rloo", "reinforce_pp", "ppo"] = "grpo"
+    name: AlgorithmName = "grpo"
     prompts_per_step: PositiveInt = 8
     group_size: PositiveInt = 8  # completions per prompt
     num_epochs: PositiveInt = 1
     num_minibatches: PositiveInt = 1  # optimiser steps per epoch
+    # your own function, package.module.function or path/to/file.py:function (docs/extending.md): of advantages ...
+    advantage: str | None = None
+    advantage_kwargs: dict[str, Any] = field(default_factory=dict)  # passed on every call
+    # ... and of each token's loss, in place of the clipped surrogate; loss_type still says how tokens are weighted
+    loss: str | None = None
+    loss_kwargs: dict[str, Any] = field(default_factory=dict)  # passed on every call
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "rloo"] = "dapo"
     scale_rewards: Literal["group", "batch", "none"] = "group"
     importance_sampling_level: Literal["token", "sequence"] = "token"
@@ -140,7 +165,12 @@ class AlgorithmConfig(Section, key="algorithm"):
         super().__post_init__()
         self._check_loss()
         require(
-            self.name not in GROUPED_ALGORITHMS or self.group_size >= 2,
+            self.advantage is None or self.facts.grouped,
+            f"algorithm.advantage={self.advantage} cannot replace the advantages of algorithm.name={self.name}, which "
+            "come from GAE together with the critic's returns; unset it, or use algorithm.name=grpo",
+        )
+        require(
+            not self.facts.grouped or self.group_size >= 2,
             f"algorithm.group_size={self.group_size} leaves {self.name} nothing to compare within a group; "
             "use at least 2, or algorithm.name=ppo",
         )
@@ -150,11 +180,11 @@ class AlgorithmConfig(Section, key="algorithm"):
             f"{self.num_sequences}",
         )
         require(
-            self.dynamic_sampling_max_tries == 0 or self.name in GROUPED_ALGORITHMS,
+            self.dynamic_sampling_max_tries == 0 or self.facts.grouped,
             "algorithm.dynamic_sampling_max_tries needs groups; set it to 0 with algorithm.name=ppo",
         )
         require(
-            self.kl_target is None or (self.name == "ppo" and self.beta > 0),
+            self.kl_target is None or (self.facts.critic and self.beta > 0),
             "algorithm.kl_target adapts beta of the KL reward; it needs algorithm.name=ppo and algorithm.beta > 0",
         )
         # one step multiplies beta by at least 1 - 0.2 x num_sequences / kl_horizon (Ziegler et al. 2019)
@@ -174,6 +204,10 @@ class AlgorithmConfig(Section, key="algorithm"):
             "algorithm.loss_type=rloo always takes the ratio of whole sequences; leave "
             "algorithm.importance_sampling_level at token, or use another loss_type",
         )
+        if self.loss is None:
+            self._check_clip()
+
+    def _check_clip(self) -> None:
         if self.loss_type == "cispo":
             require(
                 self.epsilon_high > 1,
@@ -192,9 +226,9 @@ class AlgorithmConfig(Section, key="algorithm"):
         return self.prompts_per_step * self.group_size
 
     @property
-    def kl_in_loss(self) -> bool:
-        """GRPO and REINFORCE++ penalise KL in the loss; RLOO and PPO subtract it from the reward."""
-        return self.name in ("grpo", "reinforce_pp")
+    def facts(self) -> AlgorithmFacts:
+        """What follows from ``name``."""
+        return ALGORITHMS[self.name]
 
     @property
     def steps_per_update(self) -> int:
@@ -649,66 +683,9 @@ class Config(Section, key=""):
     @property
     def uses_critic(self) -> bool:
         """Whether a value model is created at all."""
-        return self.algorithm.name == "ppo"
+        return self.algorithm.facts.critic
 
     @property
     def needs_rollout_logprobs(self) -> bool:
         """Whether vLLM is asked for log-probabilities (they halve its speed)."""
         return self.rollout.logprobs or self.algorithm.rollout_correction not in ("auto", "none")
-
-
-@dataclass(frozen=True)
-class PreferenceDataConfig(Section, key="data"):
-    """Preference pairs. A source is ``task:NAME`` or a ``.jsonl`` file with prompt, chosen, rejected and, optionally,
-    margin: by how much the chosen answer's score should at least exceed the other's."""
-
-    train: str = MISSING
-    eval: str | None = None  # None: no evaluation
-    eval_size: PositiveInt = 256  # at most this many held-out pairs
-    task_args: dict[str, Any] = field(default_factory=dict)  # for task:NAME, both splits
-    max_tokens: PositiveInt = 1024  # per text, prompt included; the end is kept, as reward.model.max_tokens does
-    date: str | None = None  # YYYY-MM-DD, for templates that ask for today's; null: the day on which the run began
-    shuffle: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_date("data.date", self.date)
-
-
-@dataclass(frozen=True)
-class RewardTrainingConfig(Section, key=""):
-    """A run of ``rlhf train-reward``: a scalar reward model from preference pairs."""
-
-    name: str = "reward"
-    run_dir: str = "runs/${name}"
-    seed: Seed = 0
-    num_epochs: PositiveInt = 1
-    batch_pairs: PositiveInt = 64  # per optimiser step
-    eval_every_steps: NonNegativeInt = 0  # 0: before the first and after the last step only
-    # weight of (chosen + rejected)^2, which keeps scores around zero; 0.01 is usual
-    center_coef: NonNegativeFloat = 0.0
-    model: ModelConfig = field(default_factory=ModelConfig)  # a causal LM, or a classifier to go on from
-    data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
-    learner: LearnerConfig = field(
-        default_factory=lambda: LearnerConfig(optimizer=OptimizerConfig(learning_rate=1e-5, betas=(0.9, 0.999)))
-    )
-    placement: PlacementConfig = field(default_factory=PlacementConfig)
-    timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    checks: ChecksConfig = field(default_factory=ChecksConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    ray: RayConfig = field(default_factory=RayConfig)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.model.require_device(self.placement.device)
-        require(
-            self.learner.micro_batch_tokens >= self.max_pair_tokens,
-            f"learner.micro_batch_tokens={self.learner.micro_batch_tokens} cannot hold one pair of 2 x "
-            f"(data.max_tokens + 1) = {self.max_pair_tokens} tokens; raise it to that, or lower data.max_tokens",
-        )
-
-    @property
-    def max_pair_tokens(self) -> int:
-        """Longest pair: two texts, and the one token appended to each to read the score at its end."""
-        return 2 * (self.data.max_tokens + 1)

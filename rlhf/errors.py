@@ -20,6 +20,10 @@ class RewardError(RlhfError, ValueError):
     """A reward function cannot be loaded, raised, or returned something that is not one number per completion."""
 
 
+class AlgorithmError(RlhfError, ValueError):
+    """The user's advantage estimator or loss raised, or returned something other than what its docstring asks for."""
+
+
 class PlacementError(RlhfError, RuntimeError):
     """The cluster cannot hold what the configuration asks for."""
 

@@ -14,7 +14,7 @@ DEFAULTS = {"algorithm": AlgorithmConfig(), "critic": CriticConfig(), "reference
 RULES: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
     (
         "algorithm.name",
-        lambda config: config.algorithm.name == "ppo",
+        lambda config: config.uses_critic,
         (
             "algorithm.gamma",
             "algorithm.lam",
@@ -25,14 +25,22 @@ RULES: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
             "critic",
         ),
     ),
-    ("algorithm.name", lambda config: config.algorithm.name == "grpo", ("algorithm.scale_rewards",)),
+    ("algorithm.name", lambda config: config.algorithm.facts.scales_rewards, ("algorithm.scale_rewards",)),
+    ("algorithm.advantage", lambda config: config.algorithm.advantage is None, ("algorithm.scale_rewards",)),
+    ("algorithm.advantage", lambda config: config.algorithm.advantage is not None, ("algorithm.advantage_kwargs",)),
+    (
+        "algorithm.loss",
+        lambda config: config.algorithm.loss is None,
+        ("algorithm.epsilon_low", "algorithm.epsilon_high", "algorithm.delta", "algorithm.dual_clip"),
+    ),
+    ("algorithm.loss", lambda config: config.algorithm.loss is not None, ("algorithm.loss_kwargs",)),
     (
         "algorithm.beta",
         lambda config: config.uses_reference,
         ("algorithm.kl_estimator", "algorithm.kl_bias_correction", "reference"),
     ),
-    ("algorithm.name", lambda config: not config.algorithm.kl_in_loss, ("algorithm.kl_estimator",)),
-    ("algorithm.name", lambda config: config.algorithm.kl_in_loss, ("algorithm.kl_bias_correction",)),
+    ("algorithm.name", lambda config: config.algorithm.facts.kl == "reward", ("algorithm.kl_estimator",)),
+    ("algorithm.name", lambda config: config.algorithm.facts.kl == "loss", ("algorithm.kl_bias_correction",)),
     ("algorithm.kl_target", lambda config: config.algorithm.kl_target is not None, ("algorithm.kl_horizon",)),
     (
         "algorithm.loss_type",

@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from rlhf.config import Config, RewardTrainingConfig, kind_key, require
+from rlhf.config import Config, kind_key, require
 from rlhf.errors import ConfigError
 from rlhf.planning.shapes import read_model_config
+from rlhf.reward_config import RewardTrainingConfig
 
 S = TypeVar("S")
 

@@ -1,7 +1,8 @@
 """Whether a run may go on from a checkpoint: what the run is now, compared key by key with what it was then.
 
 A checkpoint holds the configuration of its run, and fingerprints of what the configuration only points to: the
-tokenizer, the shapes of the models that learn, and the data. ``RULES`` says of every key whether it may differ.
+tokenizer, the shapes of the models that learn, the data, and the files of the user's own functions. ``RULES`` says of
+every key whether it may differ.
 """
 
 import hashlib
@@ -12,8 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf.checkpoint import read_state
-from rlhf.config import Config, RewardTrainingConfig
+from rlhf.config import ALGORITHMS, Config
 from rlhf.errors import CheckpointError, ConfigError
+from rlhf.reward_config import RewardTrainingConfig
+from rlhf.rewards.functions import BUILT_IN
+from rlhf.user_code import source_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,7 +76,8 @@ RULES = (
         algorithm.epsilon_low algorithm.epsilon_high algorithm.delta algorithm.dual_clip algorithm.entropy_coef
         algorithm.mask_truncated_completions algorithm.missing_eos_penalty algorithm.top_entropy_quantile
         algorithm.rollout_correction algorithm.rollout_correction_cap algorithm.rollout_correction_floor
-        algorithm.dynamic_sampling_max_tries critic.warmup_steps center_coef
+        algorithm.dynamic_sampling_max_tries algorithm.advantage_kwargs algorithm.loss_kwargs critic.warmup_steps
+        center_coef
         reference.path reward.functions reward.max_abstained
         reward.model.path reward.model.weight reward.model.random_head reward.model.max_tokens
         """,
@@ -99,7 +104,8 @@ RULES = (
         "refuse",
         "the optimizer's moments and the critic come from that objective",
         """
-        algorithm.name algorithm.loss_type algorithm.scale_rewards algorithm.importance_sampling_level
+        algorithm.name algorithm.advantage algorithm.loss algorithm.loss_type algorithm.scale_rewards
+        algorithm.importance_sampling_level
         algorithm.kl_bias_correction algorithm.kl_estimator algorithm.whiten_advantages
         """,
     ),
@@ -123,7 +129,10 @@ RULES = (
     ),
 )
 _RULE_OF = {key: rule for rule in RULES for key in rule.keys.split()}
-PATHS = ("run_dir", "data.train", "data.eval", "model.path", "critic.path", "reference.path", "reward.model.path")
+PATHS = (
+    *("run_dir", "data.train", "data.eval", "model.path", "critic.path", "reference.path", "reward.model.path"),
+    *("algorithm.advantage", "algorithm.loss"),
+)
 FINGERPRINTS = {
     "tokenizer": "vocabulary, added tokens and chat template of model.path",
     "model": "config.json of model.path",
@@ -155,7 +164,15 @@ def describe_run(
     if isinstance(config, Config) and config.uses_critic:
         fingerprints["critic"] = _shape_fingerprint(config.critic.path or config.model.path, "critic.path")
     plain = json.loads(json.dumps(asdict(config), default=str))
-    return {"config": plain, "fingerprints": fingerprints, "num_steps": num_steps}
+    sources = _source_digests(config) if isinstance(config, Config) else {}
+    return {"config": plain, "fingerprints": fingerprints, "sources": sources, "num_steps": num_steps}
+
+
+def _source_digests(config: Config) -> dict[str, str | None]:
+    """Hex digest of the file that holds each function of the user's, by the key that names it."""
+    paths = {"algorithm.advantage": config.algorithm.advantage, "algorithm.loss": config.algorithm.loss}
+    paths |= {f"reward.functions[{i}]": function.path for i, function in enumerate(config.reward.functions)}
+    return {key: source_digest(path) for key, path in paths.items() if path and path not in BUILT_IN}
 
 
 def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
@@ -208,6 +225,8 @@ def check_resume(directory: Path, state: Mapping[str, Any], run: Mapping[str, An
             refused.append(f"{change} ({rule.reason})")
         elif rule.action == "tell":
             told.append(change)
+    was, now = state.get("sources", {}), run["sources"]
+    told += [f"the source of {key}" for key in now if key in was and was[key] != now[key]]
     was, now = state["fingerprints"], run["fingerprints"]
     for name, meaning in FINGERPRINTS.items():
         if was.get(name) != now.get(name):
@@ -229,7 +248,9 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tup
         was, now = before.get(key, UNSET), after.get(key, UNSET)
         if was == now or (key in PATHS and _same_path(was, now)):
             continue
-        if key.startswith("critic.") and after["algorithm.name"] != "ppo":
+        if was == UNSET and now is None:
+            continue  # a key that the checkpoint's version did not have, and that is not used
+        if key.startswith("critic.") and not ALGORITHMS[after["algorithm.name"]].critic:
             continue  # there is none
         yield key, was, now
 

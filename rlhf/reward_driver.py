@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from rlhf.algorithms.preference import evaluate_pairs
 from rlhf.checks.nonfinite import take_skip_report
-from rlhf.config import RewardTrainingConfig
 from rlhf.data.preferences import Pair, epoch_batches, pair_batch
+from rlhf.reward_config import RewardTrainingConfig
 from rlhf.roles import Metrics, Trained
 from rlhf.run import Run
 

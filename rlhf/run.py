@@ -6,7 +6,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from rlhf.checkpoint import CheckpointStore, read_state
 from rlhf.checks.nonfinite import SkippedSteps
-from rlhf.config import Config, RewardTrainingConfig
+from rlhf.config import Config
+from rlhf.reward_config import RewardTrainingConfig
 from rlhf.roles import Metrics, Trained
 from rlhf.tracking import Tracker
 

@@ -8,15 +8,58 @@ gets advantage 0 itself, and so does a completion that is alone with its reward 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from rlhf.batch import TrainBatch
+
 RewardScale = Literal["group", "batch", "none"]
 
 STD_EPSILON = 1e-4  # added to a standard deviation of rewards, as TRL does
 WHITEN_EPSILON = 1e-8  # added to a variance
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """What an estimator gets: the S completions of a training step, of N tokens in all. To be read, not changed.
+
+    Completions of one prompt are neighbours. Per-token tensors hold the completions one after the other, cut by
+    ``completion_lengths``; T also counts the prompts, each before its completion. All are on the CPU.
+    """
+
+    rewards: Tensor  # float32 [S], clipped and, with rloo, less the KL; NaN where nobody gave one
+    group_size: int  # completions of a prompt; divides S
+    completion_lengths: Tensor  # int64 [S]
+    truncated: Tensor  # bool [S]: cut at the length limit
+    tokens: Tensor  # int64 [T]: prompt then completion, sequence after sequence
+    prompt_lengths: Tensor  # int64 [S]
+    versions: Tensor  # int32 [N]: of the weights that sampled each token
+    old_logprobs: Tensor | None  # float32 [N], by the learner; None unless the KL is subtracted from the reward
+    ref_logprobs: Tensor | None  # float32 [N], by the reference; None with algorithm.beta=0
+    rollout_logprobs: Tensor | None  # float32 [N], by the sampler, NaN where it was not asked; None if it never was
+
+    @classmethod
+    def of(cls, batch: TrainBatch, rewards: Tensor, group_size: int) -> "AdvantageInputs":
+        return cls(
+            rewards=rewards,
+            group_size=group_size,
+            completion_lengths=batch.completion_lengths,
+            truncated=batch.truncated,
+            tokens=batch.tokens,
+            prompt_lengths=batch.prompt_lengths,
+            versions=batch.versions,
+            old_logprobs=batch.old_logprobs,
+            ref_logprobs=batch.ref_logprobs,
+            rollout_logprobs=batch.rollout_logprobs,
+        )
+
+
+Estimator = Callable[[AdvantageInputs], Tensor]
+"""Returns advantages: float32 [S], one per completion for all of its tokens, or [N], one per token. What it says of a
+completion without reward does not matter."""
 
 
 def place_scores(rewards: Tensor, scores: Tensor, mask: Tensor, *, after_last: bool = False) -> Tensor:

@@ -1,11 +1,16 @@
 """Group Relative Policy Optimization (Shao et al. 2024, arXiv 2402.03300), and its kin DAPO, Dr. GRPO, CISPO, GSPO."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from rlhf.algorithms.advantages import clip_rewards, group_normalized, leave_one_out, reinforce_plus_plus_baseline
+from rlhf.algorithms.advantages import (
+    AdvantageInputs,
+    Estimator,
+    clip_rewards,
+    group_normalized,
+    leave_one_out,
+    reinforce_plus_plus_baseline,
+)
 from rlhf.algorithms.kl import KLEstimator, per_token_kl
 from rlhf.algorithms.losses import sum_sequences
 from rlhf.batch import TrainBatch
@@ -13,11 +18,11 @@ from rlhf.config import AlgorithmConfig
 
 
 class GroupBaseline:
-    """One advantage per completion, from the rewards of its group; every token of the completion gets it."""
+    """Advantages by an estimator that compares the completions of a group."""
 
-    def __init__(self, config: AlgorithmConfig, advantages_of: Callable[[Tensor], Tensor]) -> None:
-        self._config, self._advantages_of = config, advantages_of
-        self.needs_old_logprobs = config.beta > 0 and not config.kl_in_loss
+    def __init__(self, config: AlgorithmConfig, estimator: Estimator) -> None:
+        self._config, self._estimator = config, estimator
+        self.needs_old_logprobs = config.beta > 0 and config.facts.kl == "reward"
 
     def assign_advantages(self, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
         assert batch.rewards is not None
@@ -28,9 +33,14 @@ class GroupBaseline:
             kl = sequence_kl(batch, self._config.kl_estimator)
             rewards = rewards - self._config.beta * kl
             metrics["kl"] = kl[given].mean().item()  # summed over a completion; in the loss, a token's mean
-        advantages = self._advantages_of(rewards)
+        advantages = self._estimator(AdvantageInputs.of(batch, rewards, self._config.group_size))
+        per_completion = len(advantages) == batch.num_sequences  # with one token each, that is the same
+        given = given if per_completion else given.repeat_interleave(batch.completion_lengths)
+        advantages = advantages.masked_fill(~given, 0.0)
         metrics["advantages/abs_mean"] = advantages[given].abs().mean().item()
-        return batch.with_(advantages=advantages.repeat_interleave(batch.completion_lengths)), metrics
+        if per_completion:
+            advantages = advantages.repeat_interleave(batch.completion_lengths)
+        return batch.with_(advantages=advantages), metrics
 
     def adapt(self, batch: TrainBatch) -> None:
         pass  # beta is fixed
@@ -51,18 +61,18 @@ def sequence_kl(batch: TrainBatch, estimator: KLEstimator) -> Tensor:
 
 def grpo(config: AlgorithmConfig) -> GroupBaseline:
     """Rewards normalised within their group."""
-    return GroupBaseline(config, lambda r: group_normalized(r, config.group_size, scale=config.scale_rewards))
+    return GroupBaseline(config, lambda x: group_normalized(x.rewards, x.group_size, scale=config.scale_rewards))
 
 
 def rloo(config: AlgorithmConfig) -> GroupBaseline:
     """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740): the others of the group are the
     baseline, and the KL to the reference is part of the reward."""
-    return GroupBaseline(config, lambda r: leave_one_out(r, config.group_size))
+    return GroupBaseline(config, lambda x: leave_one_out(x.rewards, x.group_size))
 
 
 def reinforce_pp(config: AlgorithmConfig) -> GroupBaseline:
     """REINFORCE++ with a group baseline (Hu et al. 2025, arXiv 2501.03262): rewards whitened over the whole batch."""
-    return GroupBaseline(config, lambda r: reinforce_plus_plus_baseline(r, config.group_size))
+    return GroupBaseline(config, lambda x: reinforce_plus_plus_baseline(x.rewards, x.group_size))
 
 
 def zero_variance_groups(rewards: Tensor, group_size: int) -> Tensor:

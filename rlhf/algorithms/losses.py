@@ -9,6 +9,7 @@ then simply add up, and no result depends on how the step was cut.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -20,6 +21,27 @@ from rlhf.algorithms.kl import k2, kl_penalty
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "rloo"]
 ImportanceSamplingLevel = Literal["token", "sequence", "sequence_sum"]
 Stats = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a per-token loss gets: a micro-batch of S whole sequences, of N completion tokens in all.
+
+    To be read, not changed. ``ratio`` is that of ``algorithm.importance_sampling_level``.
+    """
+
+    logprobs: Tensor  # float [N], of the policy that learns; with gradient
+    old_logprobs: Tensor  # float [N], of the policy before the update
+    ratio: Tensor  # float [N], ``importance_ratio``; with gradient
+    advantages: Tensor  # float [N]
+    lengths: Tensor  # int64 [S]: tokens of each sequence
+    mask: Tensor  # bool [N]: tokens that count; the loss of the others is not used, but must be finite
+    ref_logprobs: Tensor | None = None  # float [N], of the reference; None with algorithm.beta=0
+    rollout_logprobs: Tensor | None = None  # float [N], of the sampler, NaN where it was not asked; or None
+
+
+TokenLoss = Callable[[LossInputs], tuple[Tensor, Stats]]
+"""Returns each token's loss, float [N] with gradient, and stats of it by name, [N] each, to be averaged over tokens."""
 
 
 def token_weights(
@@ -207,6 +229,17 @@ class PolicyLossSettings:
             return 0.0, self.epsilon_high
         return 1 - self.epsilon_low, 1 + self.epsilon_high
 
+    def surrogate(self, inputs: LossInputs) -> tuple[Tensor, Stats]:
+        """The built-in ``TokenLoss``: ``cispo_loss`` or ``clipped_surrogate_loss``, and where the clip binds."""
+        ratio, advantages = inputs.ratio, inputs.advantages
+        if self.loss_type == "cispo":
+            loss = cispo_loss(ratio, inputs.logprobs, advantages, epsilon_high=self.epsilon_high)
+        else:
+            loss = clipped_surrogate_loss(
+                ratio, advantages, bounds=self.ratio_bounds, delta=self.delta, dual_clip=self.dual_clip
+            )
+        return loss, _clip_stats(ratio, advantages, self.ratio_bounds)
+
 
 def packed_policy_loss(
     settings: PolicyLossSettings,
@@ -218,38 +251,36 @@ def packed_policy_loss(
     *,
     num_tokens: int,
     ref_logprobs: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
     rollout_ratio: Tensor | None = None,
     entropy_mask: Tensor | None = None,
+    token_loss: TokenLoss | None = None,
 ) -> tuple[Tensor, Stats]:
     """One micro-batch's share of the policy loss of an optimiser step.
 
         loss = sum_t weights_t * (surrogate_t * entropy_mask_t * rollout_ratio_t + beta * kl_t)
 
-    The surrogate is ``cispo_loss`` or ``clipped_surrogate_loss``, the KL ``kl_penalty``; as in TRL, the KL keeps the
+    The surrogate is ``token_loss``, None: that of the settings; the KL is ``kl_penalty``. As in TRL, the KL keeps the
     tokens that entropy_mask drops.
 
-    logprobs (the only one with gradient), old_logprobs, advantages, weights, ref_logprobs, rollout_ratio float [N];
-    lengths int64 [S]; entropy_mask bool [N]. ``weights``: these tokens' part of ``token_weights``; a token of weight
-    zero has no part in anything. ``num_tokens``: tokens of nonzero weight in the whole optimiser step.
+    logprobs (the only one with gradient), old_logprobs, advantages, weights, ref_logprobs, rollout_logprobs,
+    rollout_ratio float [N]; lengths int64 [S]; entropy_mask bool [N]. ``weights``: these tokens' part of
+    ``token_weights``; a token of weight zero has no part in anything. ``num_tokens``: tokens of nonzero weight in the
+    whole optimiser step.
 
     Returns (loss, stats), 0-dim tensors. Stats are already divided by num_tokens: added over micro-batches and ranks
-    they are means over the tokens of the step. ``ratio``: pi / pi_old; ``clip_ratio/{low,high,region}_mean``: share of
-    tokens that the clip binds below, above, at all; ``approx_kl``: k2 to the old policy; with beta ``kl``: to the
-    reference, as penalised.
+    they are means over the tokens of the step. Beside those of token_loss, ``ratio``: pi / pi_old; ``approx_kl``: k2 to
+    the old policy; with beta ``kl``: to the reference, as penalised. Of the settings' own surrogate,
+    ``clip_ratio/{low,high,region}_mean``: share of tokens that the clip binds below, above, at all.
 
     Raises ValueError for beta without ref_logprobs.
     """
     mask = weights != 0
     ratio = importance_ratio(logprobs, old_logprobs, lengths, mask, level=settings.ratio_level)
-    if settings.loss_type == "cispo":
-        loss = cispo_loss(ratio, logprobs, advantages, epsilon_high=settings.epsilon_high)
-    else:
-        loss = clipped_surrogate_loss(
-            ratio, advantages, bounds=settings.ratio_bounds, delta=settings.delta, dual_clip=settings.dual_clip
-        )
+    inputs = LossInputs(logprobs, old_logprobs, ratio, advantages, lengths, mask, ref_logprobs, rollout_logprobs)
+    loss, token_stats = (token_loss or settings.surrogate)(inputs)
     for factor in (entropy_mask, rollout_ratio):
         loss = loss if factor is None else loss * factor
-    token_stats = _clip_stats(ratio, advantages, settings.ratio_bounds)
     token_stats |= {"ratio": ratio, "approx_kl": k2(logprobs, old_logprobs)}
     if settings.beta != 0:
         if ref_logprobs is None:

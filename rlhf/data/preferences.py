@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from rlhf.batch import TrainBatch, last_token_batch
-from rlhf.config import PreferenceDataConfig
 from rlhf.data.chat import Chat, answer_tokens, plain_messages, prompt_problem, truncate_tail
 from rlhf.data.readers import read_json_lines
 from rlhf.data.tasks import TASK_PREFIX, Row, Split, task_rows
 from rlhf.errors import ConfigError, DataError
+from rlhf.reward_config import PreferenceDataConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

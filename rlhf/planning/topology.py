@@ -9,7 +9,8 @@ wherever it does not share one.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rlhf.config import Config, RewardTrainingConfig
+from rlhf.config import Config
+from rlhf.reward_config import RewardTrainingConfig
 
 Device = Literal["cpu", "gpu"]
 Bundle = dict[str, float]

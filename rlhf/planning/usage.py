@@ -7,10 +7,11 @@ finished; then learner and critic score, then they train side by side.
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
-from rlhf.config import Config, RewardModelConfig, RewardTrainingConfig, RolloutConfig, kind_key
+from rlhf.config import Config, RewardModelConfig, RolloutConfig, kind_key
 from rlhf.planning.memory import ASLEEP_BYTES, RoleMemory, frozen_memory, learner_memory, rollout_memory
 from rlhf.planning.shapes import ModelShape, read_shape
 from rlhf.planning.topology import model_roles
+from rlhf.reward_config import RewardTrainingConfig
 
 AnyConfig = Config | RewardTrainingConfig
 

@@ -7,23 +7,18 @@ function without ``**kwargs`` gets only the arguments it names.
 """
 
 import functools
-import hashlib
-import importlib
-import importlib.util
 import inspect
 import math
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from rlhf.config import RewardFunctionConfig
 from rlhf.data.columns import ARGUMENTS
 from rlhf.errors import ConfigError, DeadlineError, RewardError
 from rlhf.rewards.functions import BUILT_IN
+from rlhf.user_code import described, load_function, named_parameters, takes_any_keyword
 
 MODEL_NAME = "model"  # of the reward model among the functions: its metric, and its weight in the sum
 
@@ -45,12 +40,12 @@ class RewardFunction:
 
     @property
     def needs_text(self) -> bool:
-        return "completions" in _named_parameters(self.call) or _takes_any_keyword(self.call)
+        return "completions" in named_parameters(self.call) or takes_any_keyword(self.call)
 
     @property
     def required_columns(self) -> set[str]:
         """The columns it cannot do without: arguments with no default that neither the loop nor its kwargs give."""
-        named = _named_parameters(self.call).items()
+        named = named_parameters(self.call).items()
         return {name for name, p in named if p.default is p.empty} - {*ARGUMENTS, *self.kwargs}
 
     def check_columns(self, columns: Collection[str]) -> None:
@@ -64,9 +59,9 @@ class RewardFunction:
     def accepted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Those of ``arguments`` that it accepts, and its configured kwargs, which win over columns of that name."""
         merged = {**arguments, **self.kwargs}
-        if _takes_any_keyword(self.call):
+        if takes_any_keyword(self.call):
             return merged
-        named = _named_parameters(self.call)
+        named = named_parameters(self.call)
         return {name: value for name, value in merged.items() if name in named}
 
     def checked(self, values: Any, num_rows: int) -> list[float]:
@@ -94,7 +89,7 @@ class RewardFunction:
 
     def raised(self, error: BaseException) -> RewardError:
         """The error that says that it raised this one."""
-        return RewardError(f"{self} raised {_described(error)}")
+        return RewardError(f"{self} raised {described(error)}")
 
     def late(self, num_rows: int, timeout_s: float) -> DeadlineError:
         """The error that says that it outlasted its deadline."""
@@ -113,16 +108,6 @@ def _is_finite(number: Any) -> bool:
         return math.isfinite(number)
     except OverflowError:  # an integer that no float can hold
         return False
-
-
-def _named_parameters(call: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters that can be passed by keyword."""
-    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {name: p for name, p in inspect.signature(call).parameters.items() if p.kind in by_keyword}
-
-
-def _takes_any_keyword(call: Callable[..., Any]) -> bool:
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(call).parameters.values())
 
 
 def load_reward_functions(configs: Sequence[RewardFunctionConfig]) -> list[RewardFunction]:
@@ -157,78 +142,24 @@ def _unique(name: str, taken: Collection[str]) -> str:
 
 def resolve(path: str, key: str) -> Callable[..., Any]:
     """What ``path`` names; ``key`` says where the configuration does. Raises RewardError where it cannot be loaded."""
-    if path in BUILT_IN:
-        return BUILT_IN[path]
-    if ".py:" in path:
-        file, _, attribute = path.rpartition(":")
-        module = _import_file(Path(file).expanduser(), key)
-    else:
-        module_name, _, attribute = path.rpartition(".")
-        if not module_name or not attribute:
-            raise RewardError(
-                f"{key} is no built-in function ({', '.join(sorted(BUILT_IN))}); use one of them, "
-                "package.module.function, or path/to/file.py:function"
-            )
-        module = _import_module(module_name, key)
-    if not hasattr(module, attribute):
-        functions = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
-        raise RewardError(f"{key}: the module has no {attribute!r}; its callables are {', '.join(functions) or 'none'}")
-    call = getattr(module, attribute)
-    if not callable(call):
-        raise RewardError(f"{key} is a {type(call).__name__}, not callable; name a function")
-    return call
-
-
-def _import_module(name: str, key: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except Exception as error:  # a module may raise anything while it is imported
-        missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else "?"
-        if name == missing or name.startswith(f"{missing}."):
-            remedy = "install it, add its directory to PYTHONPATH, or use path/to/file.py:function"
-            raise RewardError(f"{key}: no module {missing!r}; {remedy}") from error
-        raise RewardError(f"{key}: importing it failed: {_described(error)}; correct the module") from error
-
-
-def _import_file(file: Path, key: str) -> ModuleType:
-    """Imports a file once per process: two functions of one file share its module."""
-    if not file.is_file():
-        raise RewardError(f"{key}: no such file {file.absolute()}; give its full path")
-    resolved = file.resolve()
-    name = f"rlhf_reward_{resolved.stem}_{hashlib.sha256(str(resolved).encode()).hexdigest()[:8]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, resolved)
-    assert spec is not None and spec.loader is not None, "a .py file always has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up there
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # a module may raise anything while it is imported
-        del sys.modules[name]
-        raise RewardError(f"{key}: importing it failed: {_described(error)}; correct the module") from error
-    return module
-
-
-def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return load_function(path, key, RewardError, built_in=BUILT_IN)
 
 
 def _check_signature(call: Callable[..., Any], key: str) -> None:
     remedy = "write it as fn(prompts, completions, completion_ids, **kwargs)"
     try:
-        named = _named_parameters(call)
+        named = named_parameters(call)
     except (TypeError, ValueError) as error:
         raise RewardError(f"{key}: its signature cannot be read; {remedy}") from error
-    if not _takes_any_keyword(call) and not set(ARGUMENTS) & set(named):
+    if not takes_any_keyword(call) and not set(ARGUMENTS) & set(named):
         raise RewardError(f"{key}: it takes none of {', '.join(ARGUMENTS)} by keyword; {remedy}")
 
 
 def _check_kwargs(call: Callable[..., Any], kwargs: Mapping[str, Any], key: str) -> None:
-    named = _named_parameters(call)
+    named = named_parameters(call)
     for name in kwargs:
         if name in ARGUMENTS:
             raise ConfigError(f"{key}.{name} would hide what the loop passes as {name!r}; remove it")
-        if name not in named and not _takes_any_keyword(call):
+        if name not in named and not takes_any_keyword(call):
             known = ", ".join(n for n in named if n not in ARGUMENTS)
             raise ConfigError(f"{key}.{name} is no argument of {_name_of(call)}; it has {known or 'none to set'}")

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf.algorithms.custom import custom_loss
 from rlhf.algorithms.losses import (
     PolicyLossSettings,
     entropy_bonus,
@@ -131,7 +132,7 @@ def with_reward(batch: TrainBatch) -> Tensor:
 
 
 class PolicyLearner(BatchLearner):
-    """The policy's clipped surrogate over completion tokens."""
+    """The policy's loss over completion tokens: the clipped surrogate, or the user's own."""
 
     def __init__(self, engine: Engine, config: AlgorithmConfig, *, seed: int, max_completion_tokens: int) -> None:
         super().__init__(engine, config, seed=seed, max_completion_tokens=max_completion_tokens)
@@ -142,9 +143,10 @@ class PolicyLearner(BatchLearner):
             delta=config.delta,
             dual_clip=config.dual_clip,
             importance_sampling_level=config.importance_sampling_level,
-            beta=config.beta if config.kl_in_loss else 0.0,
+            beta=config.beta if config.facts.kl == "loss" else 0.0,
             kl_bias_correction=config.kl_bias_correction,
         )
+        self._token_loss = custom_loss(config)
 
     def score(self, batch: TrainBatch) -> Part:
         """This rank's share of the log-probabilities under the current weights."""
@@ -162,7 +164,7 @@ class PolicyLearner(BatchLearner):
         metrics = self._optimise(
             steps, lambda num_tokens: lambda out, micro: self._loss(out, micro, num_tokens, compared)
         )
-        names = PPO_NAMES if self.config.name == "ppo" else {}
+        names = PPO_NAMES if self.config.facts.critic else {}
         return {names.get(name, name): value for name, value in metrics.items()}
 
     def _score_beforehand(self, batch: TrainBatch) -> TrainBatch:
@@ -209,8 +211,10 @@ class PolicyLearner(BatchLearner):
             weights,
             num_tokens=num_tokens,
             ref_logprobs=batch.ref_logprobs,
+            rollout_logprobs=batch.rollout_logprobs,
             rollout_ratio=self._rollout_ratio(old, batch),
             entropy_mask=batch.entropy_mask,
+            token_loss=self._token_loss,
         )
         if self.config.entropy_coef:
             loss = loss + entropy_bonus(entropy, weights, coef=self.config.entropy_coef)

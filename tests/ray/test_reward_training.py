@@ -21,10 +21,11 @@ from actors.scorers import RewardModelActor
 from benchmarks.common import actor_pids, steps_of
 from jobs.train_reward import train_reward
 from rlhf.batch import Prompt, Rollout, last_token_batch
-from rlhf.config import Config, RewardTrainingConfig
+from rlhf.config import Config
 from rlhf.data.chat import answer_tokens
 from rlhf.models.loading import load_scalar
 from rlhf.recipes import load_config
+from rlhf.reward_config import RewardTrainingConfig
 from rlhf.rewards.model import RewardModel
 from tests.ray.chaos import until
 

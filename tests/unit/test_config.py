@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.config import Config, RewardTrainingConfig
+from rlhf.config import Config
 from rlhf.errors import ConfigError
 from rlhf.recipes import load_config, to_yaml, validate_model
+from rlhf.reward_config import RewardTrainingConfig
 
 RECIPES = sorted((Path(__file__).parents[2] / "conf").glob("*.yaml"))
 GOOD = """

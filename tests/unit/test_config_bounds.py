@@ -16,16 +16,15 @@ from rlhf.config import (
     Config,
     DataConfig,
     ModelConfig,
-    PreferenceDataConfig,
     RewardConfig,
     RewardFunctionConfig,
     RewardModelConfig,
-    RewardTrainingConfig,
     RolloutConfig,
     WorkerKindConfig,
 )
 from rlhf.errors import ConfigError
 from rlhf.recipes import load_config
+from rlhf.reward_config import PreferenceDataConfig, RewardTrainingConfig
 
 RECIPE = Path(__file__).parents[2] / "conf" / "grpo_tiny.yaml"
 Names = tuple[str | int, ...]

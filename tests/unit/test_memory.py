@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from actors.weights.channel import NUM_SLOTS
-from rlhf.config import Config, LearnerConfig, RewardTrainingConfig
+from rlhf.config import Config, LearnerConfig
 from rlhf.errors import ConfigError
 from rlhf.planning.fit import plan_memory
 from rlhf.planning.memory import (
@@ -25,6 +25,7 @@ from rlhf.planning.memory import (
 )
 from rlhf.planning.shapes import ModelShape
 from rlhf.recipes import load_config
+from rlhf.reward_config import RewardTrainingConfig
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 QWEN_05B = {

@@ -18,11 +18,12 @@ from rlhf.batch import Prompt, Rollout, TrainBatch
 from rlhf.checkpoint import CheckpointStore
 from rlhf.checks.gate import SamplingGate
 from rlhf.checks.nonfinite import SkippedSteps, nonfinite_tensors, skip_report, take_skip_report
-from rlhf.config import ChecksConfig, RewardTrainingConfig
+from rlhf.config import ChecksConfig
 from rlhf.data.preferences import Pair
 from rlhf.driver import Driver
 from rlhf.errors import ConfigError, NonFiniteError
 from rlhf.recipes import load_config
+from rlhf.reward_config import RewardTrainingConfig
 from rlhf.reward_driver import RewardTraining
 from rlhf.stream import Batch
 from rlhf.tracking import Tracker

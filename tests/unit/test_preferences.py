@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from rlhf.config import PreferenceDataConfig
 from rlhf.data.preferences import Pair, PreferenceSet, epoch_batches, load_preferences, pair_batch
 from rlhf.errors import ConfigError, DataError
+from rlhf.reward_config import PreferenceDataConfig
 
 PLAIN = {"prompt": "Say hello.", "chosen": " hello", "rejected": " goodbye"}
 CHAT = {

@@ -16,10 +16,11 @@ import jobs.train
 import jobs.train_reward
 from jobs.runs import find_start
 from rlhf.checkpoint import CheckpointStore, read_state
-from rlhf.config import Config, RewardTrainingConfig
+from rlhf.config import Config
 from rlhf.errors import CheckpointError, ConfigError
 from rlhf.recipes import load_config
 from rlhf.resume import RULES, check_resume, describe_run, rule_of
+from rlhf.reward_config import RewardTrainingConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 DIRECTORY = ROOT / "runs" / "x" / "checkpoints" / "step-000109"

@@ -221,7 +221,7 @@ def test_what_cannot_be_loaded(path: str, message: str, module_on_path: str, tmp
     assert message.replace("functions[0]", "functions[1]") in str(caught.value)
     assert str(caught.value).startswith("reward.functions[1].path=")
     assert "\n" not in str(caught.value)
-    assert not any(name.startswith("rlhf_reward_broken") for name in sys.modules)
+    assert not any(name.startswith("rlhf_user_broken") for name in sys.modules)
 
 
 def test_kwargs_that_do_not_fit() -> None:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlhf.algorithms.preference import preference_loss
-from rlhf.config import RewardTrainingConfig
 from rlhf.errors import ConfigError
 from rlhf.packing import plan_micro_batches
 from rlhf.recipes import load_config, to_yaml
+from rlhf.reward_config import RewardTrainingConfig
 from rlhf.training.reward_learner import pair_units
 
 RECIPE = Path(__file__).parents[2] / "conf" / "reward_tiny.yaml"
