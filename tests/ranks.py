@@ -74,16 +74,18 @@ def serve(pipe: Connection, rank: int, num_ranks: int, port: int) -> None:
     import torch
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+    import rlhf.models.packed  # noqa: F401
     from rlhf.training.engine import init_distributed
 
     torch.set_num_threads(1)
     init_distributed(torch.device("cpu"), 60)
     with contextlib.suppress(EOFError):
         while True:
+            gc.collect()
+            gc.freeze()  # DeepSpeed collects garbage at every turn, which takes long with this much imported
             script, argv = pipe.recv()
             unset_hf_deepspeed_config()  # of the last script's ZeRO-3 engines
             pipe.send(_error_of(script, argv))
-            gc.collect()
 
 
 def _error_of(script: str, argv: list[str]) -> str | None:

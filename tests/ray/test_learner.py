@@ -5,68 +5,36 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 from safetensors.torch import load_file
 
-from actors.group import ActorGroup, Deadline
 from actors.learner import CriticActor, LearnerActor
 from actors.proxies import LearnerGroup
 from rlhf.batch import TrainBatch
 from rlhf.config import Config
 from rlhf.errors import ConfigError
 from rlhf.packing import worth_sharing
+from tests.ray.warm import DEADLINE, WarmRanks
 
 pytestmark = pytest.mark.ray
-
-DEADLINE = Deadline(120, "timeouts.start_s")
-CPU_ENV = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-
 
 Start = Callable[[Config], LearnerGroup]
 
 
-class Restarting(LearnerActor):
-    """A rank that can become that of another run: importing torch and DeepSpeed takes longer than most runs here."""
-
-    def become(self, config: Config) -> None:
-        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-        unset_hf_deepspeed_config()  # of the run before
-        self._config = config
-
-
-class Processes:
-    """Ranks in processes of their own, for one run after the other."""
-
-    def __init__(self, num_ranks: int, config: Config) -> None:
-        remote = ray.remote(Restarting).options(num_cpus=1, runtime_env={"env_vars": CPU_ENV})
-        handles = [remote.remote(config, rank, num_ranks) for rank in range(num_ranks)]
-        self.group = ActorGroup.locate("learner", handles, DEADLINE).result()
-        self._root = self.group.members[0].node, ray.get(handles[0].free_port.remote(), timeout=60)
-
-    def start(self, config: Config) -> LearnerGroup:
-        """A fresh learner of a run, in place of the one before."""
-        assert config.learner.num_ranks == len(self.group.members)
-        self.group.call("become", config, deadline=DEADLINE, doing="becoming another").result()
-        self.group.call("start", *self._root, deadline=DEADLINE, doing="starting").result()
-        return LearnerGroup(self.group, config.timeouts)
-
-
 @pytest.fixture(scope="module")
 def start_learner(ray_session: None, tiny_config) -> Iterator[Start]:
-    """Starts a learner in warm processes, which ends the last one of as many ranks."""
-    processes: dict[int, Processes] = {}
+    """Starts a learner in warm processes; the last one of as many ranks is then gone."""
+    warm: dict[int, WarmRanks] = {}
 
     def start(config: Config) -> LearnerGroup:
         num_ranks = config.learner.num_ranks
-        if num_ranks not in processes:
-            processes[num_ranks] = Processes(num_ranks, config)
-        return processes[num_ranks].start(config)
+        if num_ranks not in warm:
+            warm[num_ranks] = WarmRanks(LearnerActor, config, num_ranks)
+        return warm[num_ranks].start(config)
 
     yield start
-    for started in processes.values():
-        started.group.kill()
+    for ranks in warm.values():
+        ranks.close()
 
 
 def ragged_batch(seed: int = 0, num_sequences: int = 12) -> TrainBatch:
@@ -182,12 +150,12 @@ def test_save_and_load_go_on_bit_for_bit(start_learner: Start, tiny_config, tmp_
     straight = learner.update(ragged_batch(1), 1).result()
     expected = weights_of(learner, tmp_path / "straight")
 
-    elsewhere = Processes(2, config)
+    elsewhere = WarmRanks(LearnerActor, config, 2)
     learner = elsewhere.start(config)
     learner.load(str(tmp_path / "checkpoint"))
     resumed = learner.update(ragged_batch(1), 1).result()
     actual = weights_of(learner, tmp_path / "resumed")
-    elsewhere.group.kill()
+    elsewhere.close()
     assert resumed == straight
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
@@ -222,12 +190,10 @@ class OnPretendedGpu(LearnerActor):
 
 def test_memory_decides_alike_on_all_ranks_and_refuses_what_does_not_fit(ray_session, tiny_config) -> None:
     config = tiny_config("learner.num_ranks=2")
-    remote = ray.remote(OnPretendedGpu).options(num_cpus=1, runtime_env={"env_vars": CPU_ENV})
-    handles = [remote.remote(config, rank, 2) for rank in range(2)]
-    group = ActorGroup.locate("learner", handles, DEADLINE).result()
+    ranks = WarmRanks(OnPretendedGpu, config, 2)
 
     def ask(method: str, *args: Any) -> list[Any]:
-        return group.call(method, *args, deadline=DEADLINE, doing="deciding").result()
+        return ranks.group.call(method, *args, deadline=DEADLINE, doing="deciding").result()
 
     ask("pretend", 1 << 30)
     with pytest.raises(ConfigError, match=r"^learner: .* GiB predicted to train, the GPU has 1\.0; raise learner"):
@@ -235,9 +201,9 @@ def test_memory_decides_alike_on_all_ranks_and_refuses_what_does_not_fit(ray_ses
     ask("pretend", 16 << 30)
     lines = ask("check_memory")
     assert all(line is not None and "gradient checkpointing off" in line for line in lines)
-    ask("start", group.members[0].node, ray.get(handles[0].free_port.remote(), timeout=60))
+    ranks.start(config)
     assert ask("decided") == [(False, False, True)] * 2
-    group.kill()
+    ranks.close()
 
 
 def test_the_schedule_counts_the_steps_that_a_model_takes(tiny_config) -> None:
