@@ -41,6 +41,14 @@ END_S = 120.0  # for a run that was told to stop
 LOG_WIDTH = 200  # of a table that no terminal bounds
 TAIL_CHARACTERS = 4000  # of a failed command's output
 
+RUN_AS_CHILD = """
+import runpy, sys
+from rlhf.processes import end_with_parent
+end_with_parent(int(sys.argv[1]))
+del sys.argv[:2]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
 Row = dict[str, Any]
 
 
@@ -118,7 +126,12 @@ class BackgroundTrain:
 
 def _train_command(config: str, overrides: Sequence[str], run_dir: str) -> list[str]:
     settings = [f"run_dir={run_dir}", *TRAIN_SETTINGS, *overrides]
-    return [sys.executable, "-m", "jobs.cli", "train", "-c", str(ROOT / "conf" / config), *settings]
+    return python_module("jobs.cli", "train", "-c", str(ROOT / "conf" / config), *settings)
+
+
+def python_module(name: str, *arguments: str) -> list[str]:
+    """The command ``python -m name arguments``, to be started by this process and to end with it, even by SIGKILL."""
+    return [sys.executable, "-c", RUN_AS_CHILD, str(os.getpid()), name, *arguments]
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import typer
 from rlhf.config import Config
 from rlhf.errors import ConfigError, DataError, RlhfError
 from rlhf.ignored import ignored_settings
+from rlhf.planning.topology import Device
 from rlhf.recipes import load_config, validate_model
 from rlhf.reward_config import RewardTrainingConfig
 
@@ -67,7 +68,7 @@ def train_reward(config: ConfigOption, overrides: Overrides = None) -> None:
 def plan(
     config: ConfigOption,
     overrides: Overrides = None,
-    device: Annotated[str, typer.Option(help="cpu or gpu.")] = "gpu",
+    device: Annotated[Device, typer.Option(help="What it would run on.")] = "gpu",
     gpu_memory_gib: Annotated[
         float, typer.Option(help="Memory of one GPU: 80 for an A100-80GB, 139 for an H200.")
     ] = 80,
@@ -79,7 +80,9 @@ def plan(
     settings = load_config(config, overrides or [])
     warn_of_ignored(settings)
     validate_model(settings)
-    show_plan(settings, device)
+    from jobs.plan import show_memory, show_placement
+
+    show_placement(settings, device)
     if device == "gpu":
         show_memory(settings, gpu_memory_gib)
 
@@ -124,63 +127,6 @@ def scale(
     from jobs.scale import scale as change
 
     change(run, kind=kind, num_workers=rollout_workers, address=address, timeout_s=timeout_s)
-
-
-def show_plan(settings: Config, device: str) -> None:
-    """Prints the placement groups as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from rlhf.planning.topology import plan_topology
-
-    if device not in ("cpu", "gpu"):
-        raise ConfigError(f"--device={device}: use cpu or gpu")
-    topology = plan_topology(settings, device)
-    table = Table("placement group", "bundles", "strategy", "who sits there", title=f"{settings.name} on {device}")
-    for group in topology.groups:
-        members = [
-            f"{role}[{rank}]"
-            for role, slots in topology.slots.items()
-            for rank, slot in enumerate(slots)
-            if slot.group == group.name
-        ]
-        bundle = ", ".join(f"{amount:g} {resource}" for resource, amount in group.bundles[0].items())
-        table.add_row(group.name, f"{len(group.bundles)} x [{bundle}]", group.strategy, ", ".join(members))
-    console = Console()
-    console.print(table)
-    console.print("asks for " + ", ".join(f"{amount:g} {resource}" for resource, amount in topology.totals().items()))
-
-
-def show_memory(settings: Config, gpu_memory_gib: float) -> None:
-    """Prints the predicted memory of every role and GPU. Raises ConfigError where something does not fit."""
-    from rich.console import Console
-    from rich.table import Column, Table
-
-    from rlhf.planning.fit import plan_memory
-    from rlhf.planning.memory import GIB
-
-    console, plan = Console(), plan_memory(settings, gpu_memory_gib * GIB)
-    if plan is None:
-        console.print(
-            f"memory not predicted: no config.json of a Llama-shaped model at model.path={settings.model.path}"
-        )
-        return
-    columns = ("weights", "grads", "optim.", "working", "KV", "other", "peak")
-    title = f"predicted GiB of each role on one GPU of {gpu_memory_gib:g}"
-    table = Table(Column("role", overflow="fold"), *columns, title=title)
-    for role, memory in plan.roles.items():
-        held = (memory.weights, memory.gradients, memory.optimizer, max(memory.training, memory.scoring))
-        parts = (*held, memory.kv_cache, memory.other, memory.peak)
-        table.add_row(role, *(f"{part / GIB:5.1f}" if part else "" for part in parts))
-    console.print(table)
-    lines = [
-        f"GPU of {gpu}: " + ", ".join(f"{needed / GIB:.1f} GiB to {phase}" for phase, needed in phases.items())
-        for gpu, phases in plan.gpus.items()
-    ]
-    lines += [plan.describe(role) for role in plan.checkpointing]
-    lines += [plan.describe_rollout(kind) for kind in settings.rollout.kinds()]
-    console.print("\n".join(lines), soft_wrap=True)
-    plan.check()
 
 
 OutArgument = Annotated[Path, typer.Argument(help="Directory to write.")]

@@ -23,10 +23,12 @@ from rlhf.recipes import to_yaml
 from rlhf.resume import check_resume, read_run
 from rlhf.reward_config import RewardTrainingConfig
 from rlhf.reward_driver import RewardTraining
+from rlhf.roles import Trained
 from rlhf.tracking import Tracker, print_summary, write_summary
 
 Actors = TypeVar("Actors", bound=ActorCluster)
 AnyConfig = TypeVar("AnyConfig", Config, RewardTrainingConfig)
+Loop = Driver | RewardTraining
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -93,20 +95,24 @@ def _is_done(run_dir: Path, step: int, num_steps: int) -> bool:
 
 
 def keep_trying(
-    config: AnyConfig, checkpoints: CheckpointStore, attempt: Callable[[AnyConfig], dict[str, Any]]
+    config: AnyConfig,
+    checkpoints: CheckpointStore,
+    new_tracker: Callable[[], Tracker],
+    attempt: Callable[[AnyConfig, Tracker], dict[str, Any]],
 ) -> dict[str, Any]:
     """Makes attempts until one ends without losing an actor, each from the last checkpoint of the one before.
 
-    Raises RoleLostError when ``checkpoint.max_restarts`` are used up.
+    Every attempt has a tracker of its own. Raises RoleLostError when ``checkpoint.max_restarts`` are used up.
     """
     for restarts_left in reversed(range(config.checkpoint.max_restarts + 1)):
         try:
-            return attempt(config)
+            with contextlib.closing(new_tracker()) as tracker:
+                return attempt(config, tracker)
         except RoleLostError as error:
             if restarts_left == 0:
                 raise
-            whence = "the last checkpoint" if checkpoints.current else "the beginning"
-            print(f"restarting from {whence} ({restarts_left} restart(s) left): {error}", flush=True)
+            start = "the last checkpoint" if checkpoints.current else "the beginning"
+            print(f"restarting from {start} ({restarts_left} restart(s) left): {error}", flush=True)
         if checkpoints.current:  # whatever checkpoint.resume said at first
             config = replace(config, checkpoint=replace(config.checkpoint, resume=str(checkpoints.current)))
     raise AssertionError("the last attempt returns or raises")
@@ -122,10 +128,10 @@ def started(cluster: Actors, tracker: Tracker) -> Iterator[Actors]:
 
 
 @contextlib.contextmanager
-def stops_at_step_end(loop: Driver | RewardTraining) -> Iterator[None]:
+def stops_at_step_end(loop: Loop) -> Iterator[None]:
     """First Ctrl-C (or SIGTERM): finish the step, save, stop. Second: stop now.
 
-    Who has asked to stop gets no restart: an actor that is lost before the step's end stops the run there.
+    After a request to stop there is no restart: an actor that is lost before the step's end stops the run there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -150,16 +156,24 @@ def stops_at_step_end(loop: Driver | RewardTraining) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def save_final(loop: Loop, num_steps: int, learner: Trained, tokenizer: PreTrainedTokenizerBase) -> Path | None:
+    """The trained model as a Hugging Face directory, once the loop has made all ``num_steps``; None: nothing saved."""
+    if loop.step < num_steps or not loop.config.checkpoint.save_final_model:
+        return None
+    final = loop.tracker.run_dir / "model"
+    learner.save_model(str(final))
+    tokenizer.save_pretrained(final)
+    return final
+
+
 def summarise(
-    loop: Driver | RewardTraining,
-    num_steps: int,
-    tracker: Tracker,
-    final_model: Path | None,
-    device: str,
-    memory: dict[str, dict[str, float]],
+    loop: Loop, num_steps: int, final_model: Path | None, device: str, memory: dict[str, dict[str, float]]
 ) -> dict[str, Any]:
-    """Writes summary.json and prints it as a table; says how to go on after a stop. ``num_steps``: of the whole run."""
-    finished = loop.step >= num_steps
+    """Writes summary.json, prints it as a table, and says how to continue a run that was stopped.
+
+    ``num_steps``: of the whole run; ``memory``: GiB by role, on the host and on the GPU.
+    """
+    tracker, finished = loop.tracker, loop.step >= num_steps
     summary = write_summary(
         tracker.run_dir,
         eval_before=loop.evaluations.get(0),

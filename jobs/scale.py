@@ -21,7 +21,7 @@ Status = list[dict[str, Any]]
 
 
 def scale(run: str, *, kind: str, num_workers: int | None, address: str, timeout_s: float) -> None:
-    """Asks the run for ``num_workers`` of a kind and waits until so many serve; None only shows them.
+    """Asks the run for ``num_workers`` of a kind and waits until that many serve; None only shows them.
 
     Raises ConfigError where there is no such run or kind, DeadlineError where they do not serve in time.
     """
@@ -64,7 +64,7 @@ def ask(call: ray.ObjectRef) -> Any:
 
 
 def wait_until_live(control: Any, run: str, kind: str, num_workers: int, timeout_s: float) -> None:
-    """Returns once exactly so many workers of the kind exist and serve."""
+    """Returns once exactly ``num_workers`` of the kind exist, and all serve."""
     ends = time.monotonic() + timeout_s
     while timeout_s > 0:
         status, _ = ask(control.look.remote())

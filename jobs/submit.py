@@ -37,7 +37,7 @@ CONNECT_TIMEOUT_S = 10.0
 REQUEST_TIMEOUT_S = 60.0  # between two bytes of an answer
 STATUS_EVERY_S = 5.0
 LAST_LINES_TIMEOUT_S = 10.0  # for the log of a job that has ended
-LOST_CONTACT_TIMEOUT_S = 120.0  # so long may the cluster be silent before we stop following
+LOST_CONTACT_TIMEOUT_S = 120.0  # of silence from the cluster, before we stop following
 
 WORKING_DIR_LIMIT_MIB = 100  # before compression; code is far below it, a forgotten checkpoint far above
 SKIPPED_ANYWHERE = re.compile(r"\..*|__pycache__|.*\.egg-info|node_modules")  # hidden files hold tokens and caches
@@ -171,7 +171,7 @@ def code_files(root: Path) -> Iterator[Path]:
 
 
 class Client(JobSubmissionClient):
-    """Ray's client, which would wait for ever on a host that does not answer, with a deadline on every request."""
+    """Ray's client, with a deadline on every request: Ray's own would wait forever on a host that does not answer."""
 
     def _do_request(self, method: str, endpoint: str, **kwargs: Any) -> Any:
         return super()._do_request(method, endpoint, timeout=(CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S), **kwargs)
@@ -233,7 +233,7 @@ async def follow(client: Client, job_id: str) -> JobDetails:
     """Prints the job's log until the job has ended. Raises ClusterError after LOST_CONTACT_TIMEOUT_S of silence.
 
     The stream is asked again when it breaks. Whether the job has ended, its status says and not the stream: a broken
-    connection can look like an idle one for ever.
+    connection can look like an idle one forever.
     """
     log = LogStream()
     heard_at = time.monotonic()

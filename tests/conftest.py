@@ -1,11 +1,14 @@
 """What all tests share: a quiet environment, and one tiny model per session."""
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+
+from tests.ranks import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,3 +45,18 @@ def tiny_tokenizer(tiny_model_dir: Path) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(tiny_model_dir)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Ranks]]:
+    """Warm ranks, as many as are asked for; see ``Ranks.run``."""
+    started: dict[int, Ranks] = {}
+
+    def warm(num_ranks: int) -> Ranks:
+        if num_ranks not in started or started[num_ranks].closed:
+            started[num_ranks] = Ranks(num_ranks)
+        return started[num_ranks]
+
+    yield warm
+    for group in started.values():
+        group.close()

@@ -53,7 +53,14 @@ def recorded_run(config: Config, notes: list[str]) -> Iterator[RecordedRun]:
     run_dir = Path(config.run_dir)
     tracker = Tracker(config.tracking, run_dir, num_steps=config.num_steps, tokenizer=tokenizer)
     with contextlib.closing(tracker), Cluster(config, notes.append) as cluster:
-        driver = make_driver(config, cluster, prompts, eval_prompts, tracker, CheckpointStore(run_dir, keep=1))
+        driver = make_driver(
+            config,
+            cluster,
+            prompts=prompts,
+            eval_prompts=eval_prompts,
+            tracker=tracker,
+            checkpoints=CheckpointStore(run_dir, keep=1),
+        )
         run = RecordedRun(config, driver, cluster)
         spy(run)
         yield run

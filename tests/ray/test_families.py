@@ -3,13 +3,13 @@
 import os
 import pickle
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from actors.rollouts.engine_loop import WorkerSpec
+from benchmarks.common import python_module
 from rlhf.batch import Prompt, Rollout, pack
 from rlhf.config import RolloutConfig
 from rlhf.models.inputs import packed_inputs
@@ -66,7 +66,7 @@ def sampled(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> d
     made = {family: make_job(family, directory / family, tiny_model_dir) for family in SAMPLED}
     jobs, results = directory / "jobs", directory / "results"
     jobs.write_bytes(pickle.dumps({family: job for family, (job, _) in made.items()}))
-    command = [sys.executable, "-m", "tests.vllm_child", str(jobs), str(results)]
+    command = python_module("tests.vllm_child", str(jobs), str(results))
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=240, capture_output=True)
     found = pickle.loads(results.read_bytes())

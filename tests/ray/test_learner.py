@@ -1,35 +1,40 @@
 """The update is the same whatever the micro-batch budget and the number of ranks, and survives a save and load."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-import ray
 import torch
 from safetensors.torch import load_file
 
-from actors.group import ActorGroup, Deadline
 from actors.learner import CriticActor, LearnerActor
 from actors.proxies import LearnerGroup
 from rlhf.batch import TrainBatch
 from rlhf.config import Config
 from rlhf.errors import ConfigError
 from rlhf.packing import worth_sharing
+from tests.ray.warm import DEADLINE, WarmRanks
 
 pytestmark = pytest.mark.ray
 
-DEADLINE = Deadline(120, "timeouts.start_s")
-CPU_ENV = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+Start = Callable[[Config], LearnerGroup]
 
 
-def start_learner(config: Config) -> tuple[ActorGroup, LearnerGroup]:
-    count = config.learner.num_ranks
-    remote = ray.remote(LearnerActor).options(num_cpus=1, runtime_env={"env_vars": CPU_ENV})
-    handles = [remote.remote(config, rank, count) for rank in range(count)]
-    group = ActorGroup.locate("learner", handles, DEADLINE).result()
-    port = ray.get(handles[0].free_port.remote(), timeout=60)
-    group.call("start", group.members[0].node, port, deadline=DEADLINE, doing="starting").result()
-    return group, LearnerGroup(group, config.timeouts)
+@pytest.fixture(scope="module")
+def start_learner(ray_session: None, tiny_config) -> Iterator[Start]:
+    """Starts a learner in warm processes; the last one of as many ranks is then gone."""
+    warm: dict[int, WarmRanks] = {}
+
+    def start(config: Config) -> LearnerGroup:
+        num_ranks = config.learner.num_ranks
+        if num_ranks not in warm:
+            warm[num_ranks] = WarmRanks(LearnerActor, config, num_ranks)
+        return warm[num_ranks].start(config)
+
+    yield start
+    for ranks in warm.values():
+        ranks.close()
 
 
 def ragged_batch(seed: int = 0, num_sequences: int = 12) -> TrainBatch:
@@ -61,14 +66,12 @@ def weights_of(learner: LearnerGroup, directory: Path) -> dict[str, torch.Tensor
 
 
 def updated(
-    config: Config, directory: Path, steps: int = 2, arrange: Callable[[TrainBatch], TrainBatch] = lambda batch: batch
+    learner: LearnerGroup, directory: Path, arrange: Callable[[TrainBatch], TrainBatch] = lambda batch: batch
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    group, learner = start_learner(config)
-    for step in range(steps):
+    """Weights and metrics after two steps."""
+    for step in range(2):
         metrics = learner.update(arrange(ragged_batch(step)), step).result()
-    weights = weights_of(learner, directory)
-    group.kill()
-    return weights, metrics
+    return weights_of(learner, directory), metrics
 
 
 # eps this large keeps Adam from magnifying the rounding of near-zero gradients into whole steps
@@ -84,9 +87,9 @@ def groups_apart(batch: TrainBatch) -> TrainBatch:
 
 
 @pytest.fixture(scope="module")
-def one_rank_one_batch(ray_session, tiny_config, tmp_path_factory):
+def one_rank_one_batch(start_learner: Start, tiny_config, tmp_path_factory):
     config = tiny_config("learner.num_ranks=1", "learner.micro_batch_tokens=4096", *EXACT)
-    return updated(config, tmp_path_factory.mktemp("base"), arrange=groups_apart)
+    return updated(start_learner(config), tmp_path_factory.mktemp("base"), arrange=groups_apart)
 
 
 @pytest.mark.parametrize(
@@ -105,10 +108,10 @@ def one_rank_one_batch(ray_session, tiny_config, tmp_path_factory):
     ids=["small budget", "two ranks", "two ranks zero-2", "one rank without zero"],
 )
 def test_update_depends_neither_on_budget_nor_ranks_nor_shared_prompts(
-    one_rank_one_batch, tiny_config, tmp_path: Path, overrides: tuple[str, ...]
+    one_rank_one_batch, start_learner: Start, tiny_config, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
     expected, expected_metrics = one_rank_one_batch
-    actual, metrics = updated(tiny_config(*overrides, *EXACT), tmp_path)
+    actual, metrics = updated(start_learner(tiny_config(*overrides, *EXACT)), tmp_path)
     assert actual.keys() == expected.keys()
     assert metrics["grad_norm"] == pytest.approx(expected_metrics["grad_norm"], rel=1e-4)
     assert metrics["kl"] == pytest.approx(expected_metrics["kl"], rel=1e-4)
@@ -123,52 +126,47 @@ EVERY_OPTION = (
 )
 
 
-def test_nor_does_it_with_every_option_on(ray_session, tiny_config, tmp_path: Path) -> None:
-    one = updated(tiny_config("learner.num_ranks=1", *EXACT, *EVERY_OPTION), tmp_path / "one")
-    two = updated(
-        tiny_config("learner.num_ranks=2", "learner.micro_batch_tokens=128", *EXACT, *EVERY_OPTION), tmp_path / "two"
-    )
+def test_nor_does_it_with_every_option_on(start_learner: Start, tiny_config, tmp_path: Path) -> None:
+    options = (*EXACT, *EVERY_OPTION)
+    one = updated(start_learner(tiny_config("learner.num_ranks=1", *options)), tmp_path / "one")
+    config = tiny_config("learner.num_ranks=2", "learner.micro_batch_tokens=128", *options)
+    two = updated(start_learner(config), tmp_path / "two")
     assert two[1]["grad_norm"] == pytest.approx(one[1]["grad_norm"], rel=1e-4)
     for name, tensor in one[0].items():
         torch.testing.assert_close(two[0][name], tensor, rtol=0, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def test_minibatches_use_the_log_probabilities_from_before_the_update(ray_session, tiny_config, tmp_path: Path) -> None:
+def test_minibatches_use_the_log_probabilities_from_before_the_update(start_learner: Start, tiny_config) -> None:
     config = tiny_config("learner.num_ranks=1", "algorithm.num_minibatches=4", "algorithm.prompts_per_step=8", *EXACT)
-    group, learner = start_learner(config)
-    batch = ragged_batch(num_sequences=8)
-    metrics = learner.update(batch, 0).result()
+    metrics = start_learner(config).update(ragged_batch(num_sequences=8), 0).result()
     assert metrics["approx_kl"] > 0, "later mini-batches are off-policy and must be measured against the old policy"
-    group.kill()
 
 
-def test_save_and_load_go_on_bit_for_bit(ray_session, tiny_config, tmp_path: Path) -> None:
+def test_save_and_load_go_on_bit_for_bit(start_learner: Start, tiny_config, tmp_path: Path) -> None:
     config = tiny_config("learner.num_ranks=2", "learner.optimizer.schedule=linear", "learner.optimizer.warmup_steps=3")
-    group, learner = start_learner(config)
+    learner = start_learner(config)
     learner.update(ragged_batch(0), 0).result()
     learner.save(str(tmp_path / "checkpoint"))
     straight = learner.update(ragged_batch(1), 1).result()
     expected = weights_of(learner, tmp_path / "straight")
-    group.kill()
 
-    group, learner = start_learner(config)
+    elsewhere = WarmRanks(LearnerActor, config, 2)
+    learner = elsewhere.start(config)
     learner.load(str(tmp_path / "checkpoint"))
     resumed = learner.update(ragged_batch(1), 1).result()
     actual = weights_of(learner, tmp_path / "resumed")
-    group.kill()
+    elsewhere.close()
     assert resumed == straight
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-def test_saved_model_loads_with_transformers(one_rank_one_batch, tmp_path: Path, ray_session, tiny_config) -> None:
+def test_saved_model_loads_with_transformers(start_learner: Start, tiny_config, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    config = tiny_config("learner.num_ranks=2")
-    group, learner = start_learner(config)
+    learner = start_learner(tiny_config("learner.num_ranks=2"))
     batch = ragged_batch(3, num_sequences=1)
     expected = learner.score(batch).result()
     learner.save_model(str(tmp_path / "model"))
-    group.kill()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     with torch.no_grad():
         logits = model(batch.tokens[None]).logits[0].log_softmax(-1)
@@ -177,24 +175,9 @@ def test_saved_model_loads_with_transformers(one_rank_one_batch, tmp_path: Path,
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
-def start_on_pretended_gpu(config: Config, num_bytes: int) -> tuple[ActorGroup, list[str | None]]:
-    """Starts ranks that believe in a GPU of that size; returns them with what each says about its memory."""
-    count = config.learner.num_ranks
-    remote = ray.remote(OnPretendedGpu).options(num_cpus=1, runtime_env={"env_vars": CPU_ENV})
-    handles = [remote.remote(config, rank, count) for rank in range(count)]
-    group = ActorGroup.locate("learner", handles, DEADLINE).result()
-    group.call("pretend", num_bytes, deadline=DEADLINE, doing="pretending").result()
-    try:
-        lines = group.call("check_memory", deadline=DEADLINE, doing="planning memory").result()
-        port = ray.get(handles[0].free_port.remote(), timeout=60)
-        group.call("start", group.members[0].node, port, deadline=DEADLINE, doing="starting").result()
-    except BaseException:
-        group.kill()
-        raise
-    return group, lines
-
-
 class OnPretendedGpu(LearnerActor):
+    """Believes in a GPU of another size."""
+
     def pretend(self, num_bytes: int) -> None:
         import actors.learner
 
@@ -205,17 +188,22 @@ class OnPretendedGpu(LearnerActor):
         return settings.gradient_checkpointing, settings.offload_when_idle, settings.float32_gradients
 
 
-def test_memory_decides_alike_on_all_ranks(ray_session, tiny_config) -> None:
-    group, lines = start_on_pretended_gpu(tiny_config("learner.num_ranks=2"), 16 << 30)
-    decided = group.call("decided", deadline=DEADLINE, doing="telling").result()
-    group.kill()
-    assert decided == [(False, False, True)] * 2
-    assert all(line is not None and "gradient checkpointing off" in line for line in lines)
+def test_memory_decides_alike_on_all_ranks_and_refuses_what_does_not_fit(ray_session, tiny_config) -> None:
+    config = tiny_config("learner.num_ranks=2")
+    ranks = WarmRanks(OnPretendedGpu, config, 2)
 
+    def ask(method: str, *args: Any) -> list[Any]:
+        return ranks.group.call(method, *args, deadline=DEADLINE, doing="deciding").result()
 
-def test_what_does_not_fit_is_refused_before_it_loads(ray_session, tiny_config) -> None:
+    ask("pretend", 1 << 30)
     with pytest.raises(ConfigError, match=r"^learner: .* GiB predicted to train, the GPU has 1\.0; raise learner"):
-        start_on_pretended_gpu(tiny_config("learner.num_ranks=2"), 1 << 30)
+        ask("check_memory")  # before anything loads
+    ask("pretend", 16 << 30)
+    lines = ask("check_memory")
+    assert all(line is not None and "gradient checkpointing off" in line for line in lines)
+    ranks.start(config)
+    assert ask("decided") == [(False, False, True)] * 2
+    ranks.close()
 
 
 def test_the_schedule_counts_the_steps_that_a_model_takes(tiny_config) -> None:

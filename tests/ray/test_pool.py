@@ -4,14 +4,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 import ray
 
-from benchmarks.common import actor_pids, steps_of
+from benchmarks.common import actor_pids, python_module, steps_of
 from rlhf.errors import ActorError
 from tests.ray.chaos import PHASES, Killer, RecordedRun, recorded_run, until
 
@@ -110,7 +109,8 @@ def test_a_group_that_no_worker_survives_ends_the_run(
 ) -> None:
     (tmp_path / "poison.py").write_text(POISON)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    config = tiny_config("rollout.max_failures=2", "rollout.engine_args.scheduler_cls=poison.Poisoned")
+    poison = ("rollout.max_failures=2", "rollout.engine_args.scheduler_cls=poison.Poisoned")
+    config = tiny_config(*poison, "learner.num_ranks=1", "algorithm.beta=0")
     message = (
         r"2 workers in a row failed while they sampled prompt \d+ \(rollout.max_failures\); .*this group is poison"
     )
@@ -167,7 +167,7 @@ def stop_after(run: RecordedRun, killer: Killer, steps: int) -> None:
 
 def test_scaling_while_training(ray_session: None, tiny_model_dir: Path, tmp_path: Path) -> None:
     """1 -> 3 -> 1 workers through the command line."""
-    rlhf = [sys.executable, "-m", "jobs.cli"]
+    rlhf = python_module("jobs.cli")
     env = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     run_dir = tmp_path / "run"
     overrides = [
@@ -268,7 +268,7 @@ def test_nodes_leave_and_join(tiny_model_dir: Path, tmp_path: Path) -> None:
     """On a simulated cluster of three nodes."""
     env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.ray.nodes", str(tiny_model_dir), str(tmp_path / "run")],
+        python_module("tests.ray.nodes", str(tiny_model_dir), str(tmp_path / "run")),
         cwd=ROOT,
         env=env,
         capture_output=True,

@@ -4,30 +4,27 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import ray
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from actors.group import ActorGroup, Deadline
 from actors.learner import CriticActor
-from actors.proxies import LearnerGroup
 from actors.scorers import RewardModelActor
 from benchmarks.common import actor_pids, steps_of
 from jobs.train_reward import train_reward
 from rlhf.batch import Prompt, Rollout, last_token_batch
-from rlhf.config import Config
 from rlhf.data.chat import answer_tokens
 from rlhf.models.loading import load_scalar
 from rlhf.recipes import load_config
 from rlhf.reward_config import RewardTrainingConfig
 from rlhf.rewards.model import RewardModel
 from tests.ray.chaos import until
+from tests.ray.warm import WarmRanks
 
 pytestmark = pytest.mark.ray
 
@@ -100,32 +97,27 @@ def test_the_actor_scores_with_it(
     assert actor.score([rollouts, rollouts]) == [{"model": expected}] * 2
 
 
-def initial_values(config: Config, sequences: list[list[int]]) -> torch.Tensor:
-    """What a fresh critic of one ZeRO-3 rank says at the last token of each sequence."""
-    env = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    handle = ray.remote(CriticActor).options(num_cpus=1, runtime_env={"env_vars": env}).remote(config, 0, 1)
-    deadline = Deadline(120, "timeouts.start_s")
-    group = ActorGroup.locate("critic", [handle], deadline).result()
-    port = ray.get(handle.free_port.remote(), timeout=60)
-    group.call("start", group.members[0].node, port, deadline=deadline, doing="starting").result()
-    values = LearnerGroup(group, config.timeouts).score(last_token_batch(sequences)).result()
-    group.kill()
-    return values
+@pytest.fixture(scope="module")
+def critic(ray_session: None, tiny_config) -> Iterator[WarmRanks]:
+    """One ZeRO-3 rank."""
+    rank = WarmRanks(CriticActor, tiny_config(recipe="ppo_tiny"), 1)
+    yield rank
+    rank.close()
 
 
 def test_a_critic_starts_from_its_head(
-    tiny_config, model_dir: Path, reward_model: RewardModel, sequences: list[list[int]]
+    critic: WarmRanks, tiny_config, model_dir: Path, reward_model: RewardModel, sequences: list[list[int]]
 ) -> None:
-    config = tiny_config(f"reward.model.path={model_dir}", recipe="ppo_rm_tiny")
+    fresh = critic.start(tiny_config(f"reward.model.path={model_dir}", recipe="ppo_rm_tiny"))
     expected = torch.tensor(*reward_model.score_tokens([sequences]))
-    torch.testing.assert_close(initial_values(config, sequences), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(fresh.score(last_token_batch(sequences)).result(), expected, rtol=0, atol=1e-5)
 
 
 def test_a_critic_from_a_language_model_starts_at_zero(
-    ray_session, tiny_config, model_dir: Path, sequences: list[list[int]]
+    critic: WarmRanks, tiny_config, sequences: list[list[int]]
 ) -> None:
-    values = initial_values(tiny_config(recipe="ppo_tiny"), sequences)
-    assert (values == 0).all()
+    fresh = critic.start(tiny_config(recipe="ppo_tiny"))
+    assert (fresh.score(last_token_batch(sequences)).result() == 0).all()
 
 
 def test_training_depends_neither_on_budget_nor_ranks(ray_session, tiny_model_dir: Path, tmp_path: Path) -> None:

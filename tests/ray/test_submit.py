@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.common import python_module
+
 ROOT = Path(__file__).resolve().parents[2]
 MARKER = "RLHF_TEST_HEAD"  # in the environment of every process that descends from the head
 HEAD_TIMEOUT_S = 90.0
@@ -57,7 +59,7 @@ class Head:
     def submit(self, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
         """Runs `rlhf submit` on the tiny recipe."""
         recipe = str(ROOT / "conf" / "grpo_tiny.yaml")
-        command = [sys.executable, "-m", "jobs.cli", "submit", "-c", recipe, "--address", self.address, *args]
+        command = python_module("jobs.cli", "submit", "-c", recipe, "--address", self.address, *args)
         return subprocess.run(
             command,
             env=self.env | env,
@@ -110,11 +112,11 @@ def head() -> Iterator[Head]:
         "RAY_AUTH_MODE": "token",
         MARKER: str(temp_dir),
     }
-    command = [
-        str(Path(bin_dir) / "ray"), "start", "--head", "--block", "--disable-usage-stats", "--num-cpus=8",
-        f"--temp-dir={temp_dir}", f"--object-store-memory={256 << 20}", "--node-ip-address=127.0.0.1",
+    command = python_module(
+        *("ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats", "--num-cpus=8"),
+        *(f"--temp-dir={temp_dir}", f"--object-store-memory={256 << 20}", "--node-ip-address=127.0.0.1"),
         *(f"--{name}={port}" for name, port in ports.items()),
-    ]  # fmt: skip
+    )
     log = temp_dir / "start.log"
     with log.open("w") as output:
         process = subprocess.Popen(command, env=head_env, stdout=output, stderr=output, start_new_session=True)

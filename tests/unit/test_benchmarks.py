@@ -3,20 +3,19 @@
 import json
 import statistics
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.common import PHASES, TrainRun
+from benchmarks.common import PHASES, TrainRun, python_module
 from benchmarks.lengths import ragged_length
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def measured(module: str, model: Path, out: Path, *options: str, timeout_s: float = 280) -> dict[str, Any]:
-    command = [sys.executable, "-m", f"benchmarks.{module}", "--tiny", str(model), *options, "--out", str(out)]
+    command = python_module(f"benchmarks.{module}", "--tiny", str(model), *options, "--out", str(out))
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stderr + done.stdout
     return json.loads(out.read_text())

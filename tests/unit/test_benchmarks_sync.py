@@ -2,10 +2,11 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from benchmarks.common import python_module
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -14,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.ray
 def test_bench_sync(tiny_model_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "sync.json"
-    command = [sys.executable, "-m", "benchmarks.bench_sync", "--tiny", str(tiny_model_dir), "--zero", "3"]
-    done = subprocess.run([*command, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    command = python_module("benchmarks.bench_sync", "--tiny", str(tiny_model_dir), "--zero", "3", "--out", str(out))
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr + done.stdout
     (row,) = json.loads(out.read_text())["rows"]
     assert row["mode"] == "object-store" and row["zero"] == 3

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jobs.train import check_rewards
+from jobs.validate import check_rewards
 from rlhf.config import Config
 from rlhf.data.prompts import PromptSet, load_prompts
 from rlhf.errors import DataError

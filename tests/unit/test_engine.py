@@ -1,15 +1,16 @@
 """The schedule of the learning rate, by hand; parked optimiser state changes nothing; loading takes new settings."""
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rlhf.config import OptimizerConfig
 from rlhf.training.engine import lr_factor
+from tests.ranks import Ranks
+
+WarmRanks = Callable[[int], Ranks]
 
 
 def factors(total: int, **settings: object) -> list[float]:
@@ -31,18 +32,17 @@ def test_lr_factor(settings: dict[str, object], expected: list[float]) -> None:
     assert factors(4, **settings) == expected
 
 
-# One process with a process group of its own: argv is the model and a directory, then what the script says.
+# Run by one rank: argv is the model and a directory, then what the script says.
 ENGINES = """
 import json, sys, torch
 from rlhf.config import LearnerConfig, OptimizerConfig
-from rlhf.training.engine import Engine, init_distributed
+from rlhf.training.engine import Engine
 from rlhf.models.loading import load_policy
 from rlhf.training.weights import gathered_state_dict
 from benchmarks.bench_learner import ragged_batch
 
 model, out = sys.argv[1], sys.argv[2]
 cpu = torch.device("cpu")
-init_distributed(cpu, 60)
 
 def make(stage, total_steps=9, learning_rate=1e-2, **settings):
     config = LearnerConfig(zero_stage=stage, optimizer=OptimizerConfig(learning_rate=learning_rate, **settings))
@@ -94,18 +94,9 @@ with open(out + "/held.json", "w") as file:
 """
 
 
-def run_alone(script: str, *arguments: object) -> None:
-    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    env = os.environ | rank | {"MASTER_PORT": "0", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", ENGINES + script, *map(str, arguments)]
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_parked_optimiser_changes_nothing(tiny_model_dir: Path, tmp_path: Path, stage: int) -> None:
-    run_alone(TRAIN_PARKED_AND_NOT, tiny_model_dir, tmp_path, stage)
+def test_parked_optimiser_changes_nothing(ranks: WarmRanks, tiny_model_dir: Path, tmp_path: Path, stage: int) -> None:
+    ranks(1).run(ENGINES + TRAIN_PARKED_AND_NOT, tiny_model_dir, tmp_path, str(stage))
     measured = json.loads((tmp_path / "held.json").read_text())
     per_parameter = 8 if stage == 0 else 12  # moments; master weights too, where they are not the model's own
     assert measured["held"] == pytest.approx(per_parameter * measured["parameters"], rel=0.01)
@@ -148,5 +139,7 @@ for stage in (0, 1, 2, 3):  # 3 last: transformers remembers that it is on
 """
 
 
-def test_loading_takes_the_new_settings_and_repeats_the_old_ones(tiny_model_dir: Path, tmp_path: Path) -> None:
-    run_alone(LOAD_WITH_OTHER_SETTINGS, tiny_model_dir, tmp_path)
+def test_loading_takes_the_new_settings_and_repeats_the_old_ones(
+    ranks: WarmRanks, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    ranks(1).run(ENGINES + LOAD_WITH_OTHER_SETTINGS, tiny_model_dir, tmp_path)

@@ -1,10 +1,6 @@
 """What is not finite changes nothing, and gradients add up in float32: real DeepSpeed on one rank and on two."""
 
-import os
-import socket
-import subprocess
-import sys
-import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,21 +9,22 @@ import torch
 from rlhf.config import LearnerConfig
 from rlhf.errors import ConfigError
 from rlhf.training.engine import deepspeed_config
+from tests.ranks import Ranks
 
-# A process of its own for every rank; argv is the model. Stage 3 comes last: its context outlives its engines.
+WarmRanks = Callable[[int], Ranks]
+
+# Run by every rank; argv is the model. Stage 3 comes last: its context outlives its engines.
 PRELUDE = """
 import math, sys, torch
 import torch.distributed as dist
 from rlhf.config import LearnerConfig, OptimizerConfig
-from rlhf.training.engine import Engine, init_distributed
+from rlhf.training.engine import Engine
 from rlhf.models.inputs import packed_inputs
 from rlhf.models.loading import load_policy
 from rlhf.training.weights import gathered_state_dict
 from benchmarks.bench_learner import ragged_batch
 
 cpu = torch.device("cpu")
-torch.set_num_threads(1)
-init_distributed(cpu, 60)
 RANK, RANKS = dist.get_rank(), dist.get_world_size()
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -200,42 +197,23 @@ for stage in (1, 2, 3):
 )
 
 
-def run_ranks(script: str, num_ranks: int, *args: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": str(num_ranks), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    env = os.environ | shared | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "DS_LOG_LEVEL": "error"}
-    command = [sys.executable, "-c", textwrap.dedent(script), *args]
-    root = Path(__file__).resolve().parents[2]
-    ranks = [
-        subprocess.Popen(command, cwd=root, env=env | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
-        for rank in range(num_ranks)
-    ]
-    try:
-        for process in ranks:
-            _, stderr = process.communicate(timeout=280)
-            assert process.returncode == 0, stderr[-4000:]
-    finally:
-        for process in ranks:
-            process.kill()
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_step_that_is_not_finite_is_as_if_it_had_never_been(tiny_model_dir: Path, num_ranks: int) -> None:
+def test_a_step_that_is_not_finite_is_as_if_it_had_never_been(
+    ranks: WarmRanks, tiny_model_dir: Path, num_ranks: int
+) -> None:
     """At every ZeRO stage, bit for bit, and with two ranks where only the second one sees it."""
-    run_ranks(SKIPS, num_ranks, str(tiny_model_dir))
+    ranks(num_ranks).run(SKIPS, tiny_model_dir)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_gradients_add_up_in_float32(tiny_model_dir: Path, num_ranks: int) -> None:
+def test_gradients_add_up_in_float32(ranks: WarmRanks, tiny_model_dir: Path, num_ranks: int) -> None:
     """32 micro-batches of a bfloat16 model, against the exact sum of their gradients."""
-    run_ranks(SUMS, num_ranks, str(tiny_model_dir))
+    ranks(num_ranks).run(SUMS, tiny_model_dir)
 
 
-def test_float32_gradients_park_save_and_resume(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_float32_gradients_park_save_and_resume(ranks: WarmRanks, tiny_model_dir: Path, tmp_path: Path) -> None:
     """Master weights, moments and schedule survive, bit for bit, at the stages that can add up in float32."""
-    run_ranks(RESUMES, 1, str(tiny_model_dir), str(tmp_path))
+    ranks(1).run(RESUMES, tiny_model_dir, tmp_path)
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(0, False), (1, True), (2, True)])

@@ -1,0 +1,46 @@
+"""What can be wrong with a run's models and reward functions, found before Ray starts."""
+
+from rlhf.config import Config
+from rlhf.data.prompts import PromptSet
+from rlhf.errors import DataError
+from rlhf.models.families import load_model_config
+from rlhf.rewards import RewardFunctions, load_reward_functions
+
+
+def check_families(config: Config) -> None:
+    """Raises ConfigError where one of the run's models is of a family that is not supported."""
+    paths = {
+        "model.path": config.model.path,
+        "reference.path": config.reference.path,
+        "critic.path": config.critic.path,
+    }
+    if config.reward.model:
+        paths["reward.model.path"] = config.reward.model.path
+    for key, path in paths.items():
+        if path is not None:
+            trusted = config.model.trust_remote_code and key != "reward.model.path"
+            load_model_config(path, key=key, max_tokens=None, trust_remote_code=trusted)
+
+
+def check_rewards(config: Config, prompts: PromptSet, eval_prompts: PromptSet | None) -> None:
+    """Loads the reward functions once, to find a wrong path or a column that they need and the data lack.
+
+    Raises RewardError or ConfigError for the functions, DataError for a column that is missing altogether or from one
+    row.
+    """
+    functions = RewardFunctions(
+        load_reward_functions(config.reward.functions), timeout_s=config.reward.function_timeout_s
+    )
+    for split, data in {"train": prompts, "eval": eval_prompts}.items():
+        for name, needed in functions.required_columns().items():
+            for column in sorted(needed) if data else ():
+                _check_column(column, name, data, f"data.{split}={data.source}")
+
+
+def _check_column(column: str, function: str, data: PromptSet, where: str) -> None:
+    needs = f'"{column}", which reward function {function} needs'
+    if column not in data.columns:
+        others = ", ".join(data.columns) or "none"
+        raise DataError(f"{where}: has no column {needs} (its columns: {others}); rename one, or set it in kwargs")
+    if (line := data.lacking.get(column)) is not None:
+        raise DataError(f"{where}: line {line} has no {needs}; add it, or null where the function may abstain")

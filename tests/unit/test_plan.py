@@ -1,0 +1,124 @@
+"""Every shipped recipe can be planned, and `rlhf plan` shows the plan."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobs.cli import main
+from jobs.prepare import QWEN_SHAPES
+from rlhf.config import Config
+from rlhf.planning.fit import plan_memory
+from rlhf.planning.memory import GIB
+from rlhf.planning.topology import Device, plan_topology
+from rlhf.recipes import load_config, validate_model
+from rlhf.reward_config import RewardTrainingConfig
+
+CONF = Path(__file__).parents[2] / "conf"
+RECIPES = [file for file in sorted(CONF.glob("*.yaml")) if file.stem != "base"]
+SMOLLM2 = {
+    "vocab_size": 49_152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+}
+
+
+@pytest.fixture(autouse=True)
+def models(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The config.json of every model that a recipe names, at that path below the working directory; no weights."""
+    tiny = json.loads((tiny_model_dir / "config.json").read_text())
+    shapes = {
+        "models/tiny": tiny,
+        "runs/reward_tiny/model": tiny,
+        "models/smollm2": SMOLLM2,
+        "models/random-0.5b": QWEN_SHAPES["0.5b"],
+        "Qwen/Qwen2.5-7B-Instruct": QWEN_SHAPES["7b"],
+    }
+    for path, shape in shapes.items():
+        (tmp_path / path).mkdir(parents=True)
+        (tmp_path / path / "config.json").write_text(json.dumps({"max_position_embeddings": 8192} | shape))
+    monkeypatch.chdir(tmp_path)
+
+
+def load(recipe: Path) -> Config | RewardTrainingConfig:
+    return load_config(recipe, schema=RewardTrainingConfig if recipe.stem.startswith("reward") else Config)
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: file.stem)
+def test_every_recipe_has_a_place_for_every_role(recipe: Path, device: Device) -> None:
+    config = load(recipe)
+    topology = plan_topology(config, device)
+    bundles = {group.name: group.bundles for group in topology.groups}
+    assert len(topology.slots["learner"]) == config.learner.num_ranks
+    for slots in topology.slots.values():
+        for slot in slots:
+            bundle = bundles[slot.group][slot.bundle]
+            assert slot.num_cpus <= bundle["CPU"] and slot.num_gpus <= bundle.get("GPU", 0.0)
+    assert ("GPU" in topology.totals()) == (device == "gpu")
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: file.stem)
+def test_every_recipe_fits_its_model_and_an_80_gib_gpu(recipe: Path) -> None:
+    config = load(recipe)
+    if isinstance(config, Config):
+        validate_model(config)
+    plan = plan_memory(config, 80 * GIB)
+    assert plan is not None, f"{config.model.path}: tell the fixture what a new recipe's model looks like"
+    plan.check()
+    assert all(memory.peak > 0 for memory in plan.roles.values())
+
+
+def plan(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The exit code of `rlhf plan` for the recipe of two nodes."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "argv", ["rlhf", "plan", "-c", str(CONF / "grpo_7b_2x8a100.yaml"), *arguments])
+    with pytest.raises(SystemExit) as exit:
+        main()
+    return exit.value.code or 0  # type: ignore[return-value]
+
+
+def test_the_command_shows_who_sits_where_and_the_memory_of_each_role(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(monkeypatch) == 0
+    shown = capsys.readouterr().out
+    placement = {line.split("│")[1].strip(): line for line in shown.splitlines() if "│" in line and "CPU" in line}
+    assert "8 x [4 CPU, 1 GPU]" in placement["learner"] and "learner[0], learner[1], " in placement["learner"]
+    assert "1 x [4 CPU, 2 GPU]" in placement["rollout-1"] and "rollout[1]" in placement["rollout-1"]
+    assert "8 x [1 CPU]" in placement["reward"]
+    assert "asks for 56 CPU, 16 GPU" in shown
+    assert "predicted GiB of each role on one GPU of 80" in shown
+    for line in (
+        "GPU of learner: 30.8 GiB to train",
+        "GPU of reference: 19.2 GiB to score",
+        "gradient checkpointing on",
+    ):
+        assert line in shown
+    assert "the KV cache holds" in shown
+
+
+def test_the_command_fails_where_a_gpu_is_too_small(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(monkeypatch, "--gpu-memory-gib=20") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: learner: ") and "the GPU has 20.0; raise learner.num_ranks" in error
+    assert error.count("\n") == 1
+
+
+def test_without_a_model_or_on_cpu_there_is_the_placement_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(monkeypatch, "model.path=no/model") == 0
+    assert "memory not predicted: no config.json of a Llama-shaped model at model.path=no/model" in (
+        shown := capsys.readouterr().out
+    )
+    assert "asks for 56 CPU, 16 GPU" in shown
+    assert plan(monkeypatch, "--device=cpu") == 0
+    shown = capsys.readouterr().out
+    assert "asks for 56 CPU\n" in shown and "GiB" not in shown
