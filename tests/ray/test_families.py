@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.rollouts.engine_loop import WorkerSpec
+from actors.rollouts.engine import WorkerSpec
 from rlhf.batch import Prompt, Rollout, pack
 from rlhf.config import RolloutConfig
 from rlhf.models.packed import PolicyModel, load_policy, packed_inputs
