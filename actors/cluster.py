@@ -13,9 +13,11 @@ from actors.group import ActorGroup, Call, Deadline, RankActor
 from actors.learner import CriticActor, LearnerActor
 from actors.placement import Placement
 from actors.proxies import LearnerGroup, Replicas, RewardGroup
-from actors.rollouts.engine_loop import WorkerSpec, worker_env
+from actors.rollouts.engine import WorkerSpec
 from actors.rollouts.factory import WorkerFactory
 from actors.rollouts.pool import RolloutPool
+from actors.rollouts.vllm_engine import VllmEngine
+from actors.rollouts.vllm_settings import worker_env
 from actors.scorers import ReferenceActor, RewardActor, RewardModelActor
 from actors.weights.routes import choose_route
 from actors.weights.transports import make_transport
@@ -178,7 +180,7 @@ class Cluster(ActorCluster):
         control = RunControl(config.name, {kind: s.num_workers for kind, (s, _) in config.rollout.kinds().items()})
         self._stack.callback(control.close)
         factory = WorkerFactory(
-            config, self.topology, self._placement, lambda slot: self._env("rollout", slot), self._worker_spec
+            config, self.topology, self._placement, lambda s: self._env("rollout", s), self._worker_spec, VllmEngine
         )
         pool = RolloutPool(config, factory, control, shares_gpus=self._shares_gpus, note=self._note)
         self._stack.callback(pool.close)

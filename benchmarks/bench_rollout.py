@@ -13,7 +13,6 @@ import contextlib
 import math
 import multiprocessing
 import os
-import queue
 import statistics
 import time
 from collections.abc import Iterator
@@ -27,7 +26,10 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
-from actors.rollouts.engine_loop import EngineLoop, Request, WorkerSpec, worker_env
+from actors.rollouts.engine import Request, WorkerSpec
+from actors.rollouts.engine_loop import EngineLoop
+from actors.rollouts.vllm_engine import VllmEngine
+from actors.rollouts.vllm_settings import worker_env
 from benchmarks.common import Row, device_name, show, write_json
 from rlhf.batch import Prompt
 from rlhf.config import DataConfig, RolloutConfig
@@ -102,35 +104,26 @@ class Worker:
     """One engine loop in this process."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        self._loop = EngineLoop(spec)
+        self._loop = EngineLoop(spec, VllmEngine)
         self._loop.start()
         # Returns once the engine is up. The weights it loaded are version 0: none are published here.
-        self._loop.call(lambda engine: self._loop.resume(engine, 0))
+        self._loop.commit(0)
 
     def generate(self, requests: list[Request]) -> "Timing":
         """Samples all of them, with nothing cached."""
-        self._loop.call(lambda engine: engine.reset_prefix_cache())
-
-        def add_all(engine: Any) -> None:
-            for request in requests:
-                self._loop.add(engine, request)
-
+        self._loop.call(lambda engine: engine.llm.reset_prefix_cache())
+        prompt_tokens = {request.key: len(request.token_ids) for request in requests}
         started = time.monotonic()
-        self._loop.call(add_all)
+        self._loop.submit(requests)
         lengths: list[tuple[int, int]] = []
         while len(lengths) < len(requests):
-            try:
-                _, rollout = self._loop.finished.get(timeout=5.0)
-            except queue.Empty:
-                if self._loop.failure is not None:
-                    raise self._loop.failure from None
-                continue
-            lengths.append((len(rollout.prompt.token_ids), len(rollout.token_ids)))
+            finished = self._loop.collect(wait_s=5.0).finished
+            lengths += [(prompt_tokens[done.key], len(done.token_ids)) for done in finished]
         return Timing(started, time.monotonic(), lengths)
 
     def stop(self) -> None:
         """Ends vLLM's own processes; without this they outlive ours for a while, and hold its memory."""
-        self._loop.call(lambda engine: engine.engine_core.shutdown())
+        self._loop.call(lambda engine: engine.llm.engine_core.shutdown())
 
 
 WORKER: list[Worker] = []  # of a child process: at most one
@@ -202,10 +195,12 @@ def measure(model: str, variant: Variant, device: str) -> Row:
     """
     prompts = phrases(model, variant.sequences // variant.group, variant.prompt_words)
     requests = [
-        Request(f"{prompt.id}/{sample}", prompt, sample) for prompt in prompts for sample in range(variant.group)
+        Request(f"{prompt.id}/{sample}", prompt.id, prompt.token_ids, sample)
+        for prompt in prompts
+        for sample in range(variant.group)
     ]
     # Groups stay whole, to share their prompts.
-    shares = [[r for r in requests if r.prompt.id % variant.workers == w] for w in range(variant.workers)]
+    shares = [[r for r in requests if r.prompt_id % variant.workers == w] for w in range(variant.workers)]
     spec = worker_spec(model, variant, max(len(p.token_ids) for p in prompts))
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // variant.workers))} if device == "cpu" else {}
     with contextlib.ExitStack() as stack:

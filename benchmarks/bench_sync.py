@@ -144,7 +144,9 @@ class Bench:
 
     def _ask_engine(self, method: str) -> Any:
         """The answer of the worker's engine process to a method of the worker extension."""
-        ref = self._worker.handle.__ray_call__.remote(lambda actor: actor._rpc(method))
+        ref = self._worker.handle.__ray_call__.remote(
+            lambda actor: actor._loop.call(lambda engine: engine.llm.collective_rpc(method))
+        )
         return ray.get(ref, timeout=self._deadline.seconds)[0]
 
     def _ask_learner(self, method: str, *args: Any) -> Any:

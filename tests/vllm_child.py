@@ -10,9 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from actors.rollouts.engine_loop import EngineLoop, Request, WorkerSpec, engine_args, worker_env
+import numpy as np
+
+from actors.rollouts.engine import Output, Request, WorkerSpec
+from actors.rollouts.vllm_engine import VllmEngine
+from actors.rollouts.vllm_settings import worker_env
 from rlhf.batch import Prompt, Rollout
-from rlhf.training.weights import Layout, to_plain
+from rlhf.training.weights import Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,29 +32,29 @@ class Job:
 
 def run(job: Job) -> list[Rollout]:
     from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
 
-    import actors.weights.vllm_receiver  # noqa: F401
-
-    engine = LLMEngine.from_engine_args(EngineArgs(**engine_args(job.spec)))
+    engine = VllmEngine(job.spec)
     try:
-        engine.collective_rpc("begin_weight_update")
-        engine.collective_rpc("receive_objects", args=(to_plain(job.layout), job.buckets))
-        engine.collective_rpc("finish_weight_update")
-        assert engine.collective_rpc("unwritten_modules") == [[]]
-        loop = EngineLoop(job.spec)  # its thread is not needed
-        loop.version = 0
+        engine.begin_update()
+        engine.receive_objects(zip(job.layout, job.buckets, strict=True))
+        engine.finish_update()
+        asked: dict[str, tuple[Prompt, int]] = {}
         for prompt in job.prompts:
             for sample in range(job.group_size):
-                loop.add(engine, Request(f"{prompt.id}.{sample}", prompt, sample))
-        while engine.has_unfinished_requests():
-            loop._step(engine)
-        finished = [loop.finished.get_nowait()[1] for _ in range(len(job.prompts) * job.group_size)]
-        return sorted(finished, key=lambda rollout: (rollout.prompt.id, rollout.sample_index))
+                asked[key := f"{prompt.id}.{sample}"] = prompt, sample
+                engine.add(Request(key, prompt.id, prompt.token_ids, sample), version=0)
+        outputs: dict[str, Output] = {}
+        while engine.has_unfinished():
+            outputs |= {output.key: output for output in engine.step()}
+        return [to_rollout(*asked[key], outputs[key]) for key in asked]
     finally:
-        engine.engine_core.shutdown()
+        engine.llm.engine_core.shutdown()
         cleanup_dist_env_and_memory()
+
+
+def to_rollout(prompt: Prompt, sample: int, output: Output) -> Rollout:
+    versions = np.zeros(len(output.token_ids), np.int32)
+    return Rollout(prompt, sample, output.token_ids, versions, output.finish_reason, output.logprobs)
 
 
 def main(jobs_file: Path, results_file: Path) -> None:

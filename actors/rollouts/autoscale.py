@@ -66,8 +66,8 @@ class Decision:
 class Autoscaler:
     """Grows by one when the learner waits and workers are not idle; shrinks by one when workers idle and it does not.
 
-    The two conditions exclude each other, several steps in a row must agree, and after a decision the count starts
-    anew: so it does not swing.
+    The two conditions exclude each other, several steps in a row must agree, and every decision restarts the count, so
+    that the number of workers does not oscillate.
     """
 
     def __init__(self, config: AutoscaleConfig) -> None:

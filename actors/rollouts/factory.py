@@ -8,7 +8,7 @@ import ray
 
 from actors.placement import Placement
 from actors.rollouts.actor import RolloutActor
-from actors.rollouts.engine_loop import WorkerSpec
+from actors.rollouts.engine import MakeEngine, WorkerSpec
 from rlhf.config import Config
 from rlhf.planning.topology import Slot, Topology, rollout_worker_group
 
@@ -24,8 +24,8 @@ class Launch:
 class WorkerFactory:
     """Launches and ends rollout workers by their number in the pool.
 
-    The workers of the start have the places that the run's topology gave them. Further ones get placement groups of
-    their own, on any node with room; where GPUs are shared they move into a place that has become free.
+    The first workers take the places that the run's topology planned. Later ones get placement groups of their own, on
+    any node with room; where GPUs are shared they move into a place that has become free.
     """
 
     def __init__(
@@ -35,20 +35,24 @@ class WorkerFactory:
         placement: Placement,
         env: Callable[[Slot], Mapping[str, str]],
         spec: Callable[[str], WorkerSpec],
+        make_engine: MakeEngine,
     ) -> None:
-        """``env``: an actor's environment in a slot; ``spec``: what a worker of a kind needs to know."""
+        """``env``: an actor's environment in a slot; ``spec``: what a worker of a kind needs to know.
+
+        ``make_engine`` travels to the workers, so it must be picklable.
+        """
         self._config, self._topology, self._placement = config, topology, placement
-        self._env, self._spec = env, spec
+        self._env, self._spec, self._make_engine = env, spec, make_engine
         self._slots: dict[int, Slot] = {}
         self._handles: dict[int, Any] = {}
-        self._free = list(topology.slots["rollout"])  # planned places that nobody sits in
+        self._free = list(topology.slots["rollout"])  # planned places without a worker
 
     def launch(self, worker: int, kind: str) -> Launch:
         """Asks for a place and creates the process there; waits for neither."""
         slot = self._slots[worker] = self._place(worker, kind)
         options = self._placement.options(slot, self._env(slot))
         remote = ray.remote(RolloutActor).options(**options, max_concurrency=RolloutActor.concurrent_calls)
-        handle = remote.remote(self._spec(kind))
+        handle = remote.remote(self._spec(kind), self._make_engine)
         self._handles[worker] = handle
         return Launch(handle, handle.start.remote())
 

@@ -1,12 +1,13 @@
-"""The rollout pool: an elastic set of vLLM workers behind one stream of groups.
+"""The rollout pool: an elastic set of workers behind one stream of groups.
 
-The rules are in ``scheduler``, the processes in ``supervisor``. Here one thread listens to all workers, and the
-driver's calls and that thread take turns under one lock. Only two moments touch the learner: ``publish``, and bringing
-new workers up to date while the driver waits for groups - in both of them it is idle.
+The rules are in ``scheduler``, the processes in ``supervisor``. Here one thread listens to all workers; it and the
+driver's calls take turns under one lock. Only ``publish``, and bringing new workers up to date while the driver waits
+for groups, involve the learner, which is idle at both times.
 """
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,26 +17,38 @@ import ray
 from actors.control import RunControl
 from actors.group import Deadline, Member
 from actors.rollouts.autoscale import Autoscaler, LoadMeter
+from actors.rollouts.engine import Completion, Request
 from actors.rollouts.factory import WorkerFactory
 from actors.rollouts.scheduler import State, Worker
-from actors.rollouts.supervisor import Supervisor, Work
+from actors.rollouts.supervisor import Supervisor, request_key
 from actors.weights.publish import Transport, publish
 from rlhf.batch import Prompt, Rollout
 from rlhf.config import DEFAULT_KIND, Config
 from rlhf.errors import DeadlineError, UnwrittenWeightsError
 
-LISTEN_S = 0.2  # how long the listening thread waits at most before it looks around
+LISTEN_S = 0.2  # how long the listening thread waits at most for a worker to answer
 
 
 @dataclass
 class GroupInProgress:
-    """A submitted group and the completions that have come back."""
+    """A submitted group and the completions that have come back. Workers get ids and tokens, never the whole prompt."""
 
     prompt: Prompt
     size: int
     greedy: bool
     logprobs: bool
     rollouts: dict[int, Rollout] = field(default_factory=dict)
+
+    def request(self, group_id: int, sample: int) -> Request:
+        """One of its completions, as a worker is asked for it."""
+        key, prompt = request_key(group_id, sample), self.prompt
+        return Request(key, prompt.id, prompt.token_ids, sample, self.greedy, self.logprobs)
+
+    def add(self, sample: int, done: Completion) -> None:
+        """A completion came back."""
+        self.rollouts[sample] = Rollout(
+            self.prompt, sample, done.token_ids, done.versions, done.finish_reason, done.logprobs
+        )
 
 
 class RolloutPool:
@@ -79,7 +92,7 @@ class RolloutPool:
         self._thread.start()
 
     def connect(self, transport: Transport) -> None:
-        """How weights come from the learner."""
+        """Sets how weights come from the learner."""
         self._transport = transport
 
     def close(self) -> None:
@@ -95,7 +108,7 @@ class RolloutPool:
             return self._supervisor.members(self._scheduler.in_state(State.SYNCING, State.LIVE, State.DRAINING))
 
     def ask(self, method: str, doing: str) -> list[Any]:
-        """The answers of all workers that are up to a method without arguments; who fails to answer is replaced."""
+        """Calls a method without arguments on all running workers; those that fail to answer are replaced."""
         with self._lock:
             up = self._scheduler.in_state(State.SYNCING, State.LIVE)
             return list(self._supervisor.call(up, method, doing).values())
@@ -132,8 +145,10 @@ class RolloutPool:
         return ids
 
     def next_groups(self, ids: Collection[int]) -> dict[int, list[Rollout]]:
-        """Waits for the first of these groups, and returns all that have finished by then, in that order. Raises
-        DeadlineError at timeouts.generate_s."""
+        """Waits for one of these groups, and returns all that have finished by then, in the order of finishing.
+
+        Raises DeadlineError at timeouts.generate_s.
+        """
         started = time.monotonic()
         with self._lock:
             self._driver_waits = True
@@ -155,19 +170,19 @@ class RolloutPool:
     def _dispatch(self) -> None:
         if self._asleep:
             return
-        assignments = [*self._scheduler.dispatch(), *self._scheduler.take_over()]
-        groups = [self._groups[assignment.group] for assignment in assignments]
-        work = [Work(a, g.prompt, g.greedy, g.logprobs) for a, g in zip(assignments, groups, strict=True)]
-        self._supervisor.send(work)
+        requests: defaultdict[int, list[Request]] = defaultdict(list)
+        for assignment in [*self._scheduler.dispatch(), *self._scheduler.take_over()]:
+            group_id = assignment.group
+            requests[assignment.worker] += [self._groups[group_id].request(group_id, i) for i in assignment.samples]
+        self._supervisor.send(requests)
 
-    def _take(self, group_id: int, sample: int, rollout: Rollout) -> None:
-        """A completion came back; with the last of its group the group is finished."""
+    def _take(self, group_id: int, sample: int, completion: Completion) -> None:
+        """A completion came back; the last one finishes its group."""
         group = self._groups[group_id]
-        group.rollouts[sample] = rollout
+        group.add(sample, completion)
         if len(group.rollouts) == group.size:
             del self._groups[group_id]
             self._finished[group_id] = [group.rollouts[i] for i in range(group.size)]
-            self._supervisor.abort(group_id)
             self._lock.notify_all()
 
     # Weights
@@ -175,8 +190,8 @@ class RolloutPool:
     def publish(self, version: int) -> dict[str, float]:
         """Commits the learner's weights as ``version`` on every worker that is up; one that fails is replaced.
 
-        Completions under way stay where they are and go on with the new weights. A draining worker is not kept for
-        that: others do what it has not finished.
+        Unfinished completions stay where they are and continue with the new weights. A draining worker is not kept for
+        that: others finish its work.
         """
         started = time.monotonic()
         with self._lock:
@@ -203,12 +218,12 @@ class RolloutPool:
             self._put_to_sleep()
 
     def _put_to_sleep(self) -> None:
-        """Everybody who is up and awake; also who came up while the others slept."""
+        """All running workers that are awake, including any that came up while the others slept."""
         awake = [w for w in self._scheduler.in_state(State.SYNCING, State.LIVE) if w.id not in self._sleepers]
         self._sleepers |= self._supervisor.call(awake, "sleep", "going to sleep").keys()
 
     def _sync(self, workers: Sequence[Worker]) -> None:
-        """Brings workers to the pool's version; those that confirm the learner's checksums are live from here on."""
+        """Brings workers to the pool's version; those that confirm the learner's checksums are live from then on."""
         assert self._transport is not None
         deadline = Deadline(self._timeouts.publish_s, "timeouts.publish_s")
         sleepers = [worker for worker in workers if worker.id in self._sleepers]
@@ -216,7 +231,7 @@ class RolloutPool:
         workers = [worker for worker in workers if worker.state is State.SYNCING]
         result = publish(self._scheduler.version, self._transport, self._supervisor.members(workers), deadline)
         for member, error in result.failed.items():
-            if isinstance(error, UnwrittenWeightsError):  # of the model, not of the worker: another would fail alike
+            if isinstance(error, UnwrittenWeightsError):  # the model's fault: another worker would fail too
                 raise error
             self._supervisor.fail(member.rank, error)
         self._supervisor.call([w for w in sleepers if w.state is State.SYNCING], "wake_cache", "waking up")
@@ -226,7 +241,7 @@ class RolloutPool:
                 self._supervisor.admit(worker.id)
 
     def _close_step(self) -> dict[str, float]:
-        """Judges the load since the last publish, and says what the pool looks like."""
+        """Judges the load since the last publish; returns the pool's metrics."""
         load = self._load.close()
         num_workers = self._supervisor.targets[DEFAULT_KIND]
         live = self._scheduler.in_state(State.LIVE)
@@ -253,8 +268,8 @@ class RolloutPool:
                 ready = _ended(list(refs))
                 with self._lock:
                     for ref in ready:
-                        for completion in self._supervisor.hear(refs[ref], ref):
-                            self._take(*completion)
+                        for accepted in self._supervisor.hear(refs[ref], ref):
+                            self._take(*accepted)
                     self._look_around()
         except BaseException as error:
             with self._lock:
@@ -262,7 +277,7 @@ class RolloutPool:
                 self._lock.notify_all()
 
     def _look_around(self) -> None:
-        """Keeps the pool at its size, gives out work, and hears what was asked for from outside."""
+        """Keeps the pool at its size, hands out work, and takes requests to scale."""
         self._load.looked(self._supervisor.count_time, driver_waits=self._driver_waits)
         for kind, count in self._control.poll(self._supervisor.status, dict(self._supervisor.targets)).items():
             self.scale(kind, count, "asked for by rlhf scale")
@@ -284,7 +299,7 @@ class RolloutPool:
 
 
 def _ended(refs: list[ray.ObjectRef]) -> list[ray.ObjectRef]:
-    """Those of the calls that have ended; waits a moment for one."""
+    """The calls that have ended; waits briefly for one."""
     if not refs:
         time.sleep(LISTEN_S)
         return []

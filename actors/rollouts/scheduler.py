@@ -4,9 +4,9 @@
                              |-> draining -> dead
     any of them -> quarantined -> dead
 
-A group is one group of completions. It waits in the queue, or is held by a worker that may serve, or is finished; never
-two of these. Only a live worker takes new groups, and a live worker has the pool's weight version. A draining one
-finishes what it holds, and loses it at the next publish.
+A group of completions waits in the queue, or is held by a worker that may serve, or is finished; never two of these.
+Only a live worker takes new groups, and a live worker has the pool's weight version. A draining one finishes what it
+holds, and loses it at the next publish.
 """
 
 from collections import deque
@@ -42,7 +42,7 @@ class Worker:
     """One rollout worker as the pool sees it."""
 
     id: int
-    kind: str  # its worker class
+    kind: str
     capacity: int  # samples it may hold at once
     state: State = State.STARTING
     version: int = -1  # of its weights; -1: none yet
@@ -57,10 +57,11 @@ class Group:
     id: int
     prompt_id: int
     prompt_tokens: int
+    num_samples: int
     missing: set[int]  # sample indices that have not come back
-    holders: set[int] = field(default_factory=set)  # workers that sample it: one, or two where the first is slow
+    holders: set[int] = field(default_factory=set)  # workers that sample it, or did when it finished: at most two
     losses: int = 0  # holders in a row that failed before any of its samples came back, each started after the last
-    counted_until: int = 0  # ids of workers that were there when a loss was counted: theirs may have the same cause
+    counted_until: int = 0  # workers with lower ids existed at the last loss: their failures may have the same cause
 
 
 @dataclass(frozen=True)
@@ -132,9 +133,9 @@ class Scheduler:
     def fail(self, worker_id: int) -> Group | None:
         """It died, stopped answering or received wrong weights: others do its unfinished work.
 
-        Returns the one of its groups with the most losses, for that may be what crashes workers. None: it held none.
+        Returns its group with the most losses, which may be what crashes workers; None if it held none.
         """
-        held = [self.groups[t] for t in sorted(self.workers[worker_id].groups)]
+        held = [self.groups[i] for i in sorted(self.workers[worker_id].groups)]
         for group in held:
             if worker_id >= group.counted_until:
                 group.losses += 1
@@ -169,7 +170,7 @@ class Scheduler:
         return done
 
     def active(self, kind: str) -> list[Worker]:
-        """Workers of a class that serve or will."""
+        """Workers of a kind that serve or will."""
         return [w for w in self.in_state(State.STARTING, State.SYNCING, State.LIVE) if w.kind == kind]
 
     def _move(self, worker_id: int, state: State) -> None:
@@ -191,7 +192,7 @@ class Scheduler:
 
     def enqueue(self, *, prompt_id: int, prompt_tokens: int, num_samples: int) -> int:
         """A new group; its id."""
-        group = Group(self._next_group, prompt_id, prompt_tokens, set(range(num_samples)))
+        group = Group(self._next_group, prompt_id, prompt_tokens, num_samples, set(range(num_samples)))
         self._next_group += 1
         self.groups[group.id] = group
         self.queue.append(group.id)
@@ -223,8 +224,8 @@ class Scheduler:
     def take_over(self) -> list[Assignment]:
         """Gives idle workers what much slower ones hold, once the queue is empty.
 
-        Only the worker's pace counts, never how long a completion has become: to run long ones a second time and keep
-        the first to finish would prefer short ones.
+        Only the worker's pace counts, never how long a completion has become: rerunning long ones and keeping the first
+        to finish would favour short ones.
         """
         assignments: list[Assignment] = []
         if self.queue:
@@ -233,8 +234,8 @@ class Scheduler:
             if idle.groups or idle.pace is None:
                 continue
             slow = [w for w in self.serving() if w.groups and w.pace is not None and w.pace * SLOW_FACTOR < idle.pace]
-            held = [self.groups[t] for w in slow for t in w.groups if len(self.groups[t].holders) == 1]
-            for group in sorted(held, key=lambda t: t.id):
+            held = [self.groups[i] for w in slow for i in w.groups if len(self.groups[i].holders) == 1]
+            for group in sorted(held, key=lambda group: group.id):
                 if self._has_room(idle, self.outstanding_samples(idle), group):
                     assignments.append(self._assign(idle, group))
         return assignments
@@ -252,7 +253,7 @@ class Scheduler:
         return True
 
     def _drop(self, group_id: int) -> None:
-        """Ends a group wherever it is: it may be queued again when its last sample comes from a worker thought lost."""
+        """Ends a group, even a queued one: its last sample may come from a worker given up for lost."""
         group = self.groups.pop(group_id)
         for worker_id in group.holders:
             self.workers[worker_id].groups.discard(group_id)
@@ -262,20 +263,20 @@ class Scheduler:
     def measured(self, worker_id: int, pace: float) -> None:
         """Tokens per second and sample over a stretch in which the worker had samples to run.
 
-        Per sample, because a worker with little to do makes few tokens without being slow.
+        Per sample, because a worker with little to do generates few tokens without being slow.
         """
         worker = self.workers[worker_id]
         worker.pace = pace if worker.pace is None else PACE_MEMORY * worker.pace + (1 - PACE_MEMORY) * pace
 
     def outstanding_tokens(self, worker: Worker) -> float:
         """What a worker is expected to have left to do."""
-        return sum(self._cost(self.groups[t]) for t in worker.groups)
+        return sum(self._cost(self.groups[i]) for i in worker.groups)
 
     def outstanding_samples(self, worker: Worker) -> int:
-        return sum(len(self.groups[t].missing) for t in worker.groups)
+        return sum(len(self.groups[i].missing) for i in worker.groups)
 
     def _cost(self, group: Group) -> float:
-        """Tokens: the prompt once, for its cache is shared, and the completions."""
+        """Tokens: the prompt once, since its cache is shared, and the completions."""
         return group.prompt_tokens + len(group.missing) * self.completion_tokens
 
     def _has_room(self, worker: Worker, samples: int, group: Group) -> bool:
@@ -283,7 +284,7 @@ class Scheduler:
         return not worker.groups or samples + len(group.missing) <= worker.capacity
 
     def _expected_pace(self, worker: Worker) -> float:
-        """Measured; else the mean of its class, else of all, else 1."""
+        """Measured; else the mean of its kind, else of all, else 1."""
         known = [w for w in self.workers.values() if w.pace is not None]
         like = [worker] if worker.pace is not None else [w for w in known if w.kind == worker.kind] or known
         return max(sum(w.pace or 0.0 for w in like) / len(like), 1e-6) if like else 1.0

@@ -1,37 +1,30 @@
-"""The processes behind the pool's workers: started, listened to, replaced and ended. Its user holds the lock."""
+"""The processes behind the pool's workers: started, listened to, replaced and ended. The caller holds the lock."""
 
-import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 
 from actors.group import ActorGroup, Deadline, Member, fetch
-from actors.rollouts.actor import Report
-from actors.rollouts.engine_loop import Request
+from actors.rollouts.engine import Completion, Request
+from actors.rollouts.engine_loop import Report
 from actors.rollouts.factory import WorkerFactory
-from actors.rollouts.scheduler import Assignment, Scheduler, State, Worker
-from rlhf.batch import Prompt, Rollout
+from actors.rollouts.scheduler import Group, Scheduler, State, Worker
 from rlhf.config import Config
 from rlhf.errors import ActorError, DeadlineError, RlhfError
 
 COLLECT_WAIT_S = 1.0  # how long a worker holds an empty-handed collect call
 MAX_BACKOFF_S = 60.0  # between attempts to start a worker
-PACE_OVER_S = 2.0  # a worker's pace is measured over at least so long
+PACE_OVER_S = 2.0  # a worker's pace is measured over at least this long
 
-Completion = tuple[int, int, Rollout]  # (group id, sample, what came of it)
+Accepted = tuple[int, int, Completion]  # (group id, sample index, what was sampled)
 
 
-@dataclass(frozen=True)
-class Work:
-    """What to sample, of which prompt, and how."""
-
-    assignment: Assignment
-    prompt: Prompt
-    greedy: bool
-    logprobs: bool
+def request_key(group_id: int, sample: int) -> str:
+    """Names a sample on its worker, which never gets the same one twice."""
+    return f"{group_id}.{sample}"
 
 
 @dataclass
@@ -40,10 +33,9 @@ class Process:
 
     member: Member
     starting: ray.ObjectRef | None
-    waiting_since: float  # for what it owes: to start, or to report
+    waiting_since: float  # for it to start, or to report
     collecting: ray.ObjectRef | None = None
     pending: set[ray.ObjectRef] = field(default_factory=set)  # calls that only have to succeed
-    requests: dict[int, set[str]] = field(default_factory=dict)  # by group id, the keys of what it has not finished
     has_lived: bool = False
     counted_tokens: int = 0
     counted_s: float = 0.0
@@ -55,7 +47,7 @@ class Process:
 
 
 class Supervisor:
-    """A pool with processes."""
+    """Keeps as many worker processes as the pool should have, and talks to them."""
 
     def __init__(self, config: Config, factory: WorkerFactory, note: Callable[[str], None]) -> None:
         """``note`` tells the user what happens to workers."""
@@ -65,7 +57,6 @@ class Supervisor:
         self.targets = {kind: settings.num_workers for kind, (settings, _) in config.rollout.kinds().items()}
         self.num_replaced = 0
         self._processes: dict[int, Process] = {}
-        self._attempts = itertools.count()
         self._start_failures, self._backoff_until = 0, 0.0
 
     # Coming and going
@@ -77,7 +68,7 @@ class Supervisor:
                 self._spawn(kind)
 
     def await_started(self) -> None:
-        """Waits for the first workers. Raises what kept one from starting: now it is the user's to mend."""
+        """Waits for the first workers. Raises what kept one from starting, for the user to fix."""
         ends = time.monotonic() + self._timeouts.start_s
         for worker_id, process in list(self._processes.items()):
             assert process.starting is not None
@@ -90,9 +81,9 @@ class Supervisor:
             self._started(worker_id)
 
     def reconcile(self, *, asleep: bool) -> None:
-        """Ends what is over or silent, and starts or drains workers until there are as many of a kind as wanted.
+        """Ends workers that are done or silent, and starts or drains others until each kind has its target number.
 
-        ``asleep``: nobody is expected to make progress, and what a new one would need belongs to the learner now.
+        ``asleep``: no worker is expected to make progress, and the learner holds the memory that a new one would need.
         """
         self.scheduler.forget_dead()
         for worker_id in self.scheduler.emptied():
@@ -114,7 +105,7 @@ class Supervisor:
     def fail(self, worker_id: int, error: BaseException) -> None:
         """Quarantines a worker: its work goes back to the queue, its process ends, another will be started.
 
-        Raises ActorError when too many in a row have failed before they could serve, or while they had the same group.
+        Raises ActorError when too many in a row have failed before they could serve, or while holding the same group.
         """
         process = self._processes[worker_id]
         self._note(f"rollout pool: replacing a worker: {str(error).splitlines()[0]}")
@@ -141,7 +132,7 @@ class Supervisor:
         self._end(worker_id)
 
     def admit(self, worker_id: int) -> None:
-        """It has the pool's weights: it serves from here on."""
+        """It has the pool's weights, and serves from now on."""
         self.scheduler.admit(worker_id, self.scheduler.version)
         process = self._processes[worker_id]
         process.has_lived, process.waiting_since, self._start_failures = True, time.monotonic(), 0
@@ -161,13 +152,13 @@ class Supervisor:
         del self._processes[worker_id]
 
     def _replace_silent(self) -> None:
-        """Workers that have owed an answer for too long are replaced like dead ones."""
+        """Replaces workers that have not answered for too long, as if they had died."""
         now = time.monotonic()
         for worker in self.scheduler.in_state(State.STARTING, State.LIVE, State.DRAINING):
             process = self._processes[worker.id]
             starting = worker.state is State.STARTING
             if starting and not self._factory.has_place(worker.id):
-                process.waiting_since = now  # it waits for the cluster to have room, for as long as that takes
+                process.waiting_since = now  # it waits for room in the cluster, however long that takes
             key = "start_s" if starting else "worker_silence_s"
             limit_s = getattr(self._timeouts, key)
             if now - process.waiting_since > limit_s:
@@ -193,26 +184,19 @@ class Supervisor:
                 self.fail(worker_id, error)
         return answers
 
-    def send(self, work: Sequence[Work]) -> None:
-        """Submits samples to their workers, without waiting: one call for all that goes to a worker, or its first
-        groups would be half done when the last ones come."""
-        requests: dict[int, list[Request]] = {}
-        for part in work:
-            group_id, worker_id = part.assignment.group, part.assignment.worker
-            for sample in part.assignment.samples:
-                key = f"{group_id}.{sample}.{next(self._attempts)}"
-                self._processes[worker_id].requests.setdefault(group_id, set()).add(key)
-                request = Request(key, part.prompt, sample, part.greedy, part.logprobs)
-                requests.setdefault(worker_id, []).append(request)
+    def send(self, requests: Mapping[int, list[Request]]) -> None:
+        """Submits requests, by worker id, without waiting. A worker gets all of its own in one call, or its first
+        groups would be half done when the last ones arrive."""
         for worker_id, batch in requests.items():
             process = self._processes[worker_id]
             process.pending.add(process.member.handle.submit.remote(batch))
 
-    def abort(self, group_id: int) -> None:
-        """Whoever is still sampling a finished group may stop."""
-        for process in self._processes.values():
-            if keys := process.requests.pop(group_id, None):
-                process.pending.add(process.member.handle.abort.remote(list(keys)))
+    def _abort_rest(self, group: Group) -> None:
+        """Of a finished group that two workers held, drops what the slower one is still sampling."""
+        if len(group.holders) > 1:
+            keys = [request_key(group.id, sample) for sample in range(group.num_samples)]
+            for process in [self._processes[worker_id] for worker_id in group.holders]:
+                process.pending.add(process.member.handle.abort.remote(keys))
 
     # Listening
 
@@ -220,8 +204,8 @@ class Supervisor:
         """Every call in flight and the worker it went to."""
         return {ref: worker_id for worker_id, process in self._processes.items() for ref in process.refs()}
 
-    def hear(self, worker_id: int, ref: ray.ObjectRef) -> list[Completion]:
-        """One call has ended: the completions that it brought, if any."""
+    def hear(self, worker_id: int, ref: ray.ObjectRef) -> list[Accepted]:
+        """One call has ended: the completions it brought that are still wanted, if any."""
         process = self._processes.get(worker_id)
         if process is None:  # ended since
             return []
@@ -245,23 +229,32 @@ class Supervisor:
         process.collecting = process.member.handle.collect.remote(COLLECT_WAIT_S)
         self.scheduler.started(worker_id)
 
-    def _reported(self, worker_id: int, report: Report) -> list[Completion]:
-        process, now = self._processes[worker_id], time.monotonic()
+    def _reported(self, worker_id: int, report: Report) -> list[Accepted]:
+        process = self._processes[worker_id]
         if report.silent_s < self._timeouts.worker_silence_s:
-            process.waiting_since = now
+            process.waiting_since = time.monotonic()
         process.collecting = process.member.handle.collect.remote(COLLECT_WAIT_S)
-        completions = []
-        for key, rollout in report.finished:
-            group_id, sample, _ = map(int, key.split("."))
-            process.requests.get(group_id, set()).discard(key)
-            if self.scheduler.sample_done(group_id, sample, len(rollout.token_ids)):
-                completions.append((group_id, sample, rollout))
-        if now - process.counted_s >= PACE_OVER_S:
-            new_tokens = report.generated_tokens - process.counted_tokens
-            if process.sample_s > 0 and new_tokens > 0:
-                self.scheduler.measured(worker_id, new_tokens / process.sample_s)
-            process.counted_tokens, process.counted_s, process.sample_s = report.generated_tokens, now, 0.0
-        return completions
+        self._measure_pace(worker_id, report.generated_tokens)
+        return [accepted for completion in report.finished if (accepted := self._accept(completion))]
+
+    def _accept(self, completion: Completion) -> Accepted | None:
+        """A completion with its place in its group, or None if another worker was faster."""
+        group_id, sample = map(int, completion.key.split("."))
+        group = self.scheduler.groups.get(group_id)
+        if group is None or not self.scheduler.sample_done(group_id, sample, len(completion.token_ids)):
+            return None
+        if not group.missing:
+            self._abort_rest(group)
+        return group_id, sample, completion
+
+    def _measure_pace(self, worker_id: int, generated_tokens: int) -> None:
+        process, now = self._processes[worker_id], time.monotonic()
+        if now - process.counted_s < PACE_OVER_S:
+            return
+        new_tokens = generated_tokens - process.counted_tokens
+        if process.sample_s > 0 and new_tokens > 0:
+            self.scheduler.measured(worker_id, new_tokens / process.sample_s)
+        process.counted_tokens, process.counted_s, process.sample_s = generated_tokens, now, 0.0
 
     def count_time(self, elapsed_s: float) -> tuple[float, float]:
         """(seconds with work, seconds) summed over the workers that serve, of the last ``elapsed_s``."""

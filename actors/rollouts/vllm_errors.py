@@ -8,11 +8,11 @@ from collections.abc import Iterator
 POINTERS = re.compile(r"[Ss]ee (root cause|stack trace)|for root cause")
 PROCESS = re.compile(r"^\((\w+ pid=\d+)\)")  # how vLLM begins the lines of its own processes
 EXCEPTION = re.compile(r"(?:^|\s)((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit)\b: .*)$")
-MOST_BYTES = 4 << 20  # of output that is looked at
+MOST_BYTES = 4 << 20  # of output that is searched
 
 
 class ErrorOutput:
-    """What this process and its children print from here on, where that goes to files (as in a Ray worker)."""
+    """What this process and its children print from now on, where that goes to files (as in a Ray worker)."""
 
     def __init__(self) -> None:
         self._starts: dict[int, int] = {}  # by file descriptor: vLLM's own log goes to stdout
@@ -22,7 +22,7 @@ class ErrorOutput:
                 self._starts[descriptor] = status.st_size
 
     def explain(self, error: Exception) -> RuntimeError:
-        """The error in words, which can be pickled where vLLM's own may not; the output's where it points there."""
+        """A picklable error (vLLM's own may not be), with the cause from the output where vLLM only points there."""
         cause = root_cause(self._read()) if POINTERS.search(str(error)) else None
         return RuntimeError(f"vLLM did not start: {cause or f'{type(error).__name__}: {error}'}")
 
@@ -47,7 +47,7 @@ def root_cause(output: str) -> str | None:
 
 
 def _exceptions(output: str) -> Iterator[tuple[str, str]]:
-    """(process, exception and message) of every line that ends a traceback, but for those that point to another."""
+    """(process, exception and message) of every line that ends a traceback, except those that point to another."""
     for line in output.splitlines():
         found = EXCEPTION.search(line)
         if found and not POINTERS.search(line):

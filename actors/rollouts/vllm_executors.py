@@ -1,8 +1,8 @@
 """vLLM's executors as rollout workers use them.
 
-Named by class, never left to vLLM: within a placement group it would take its Ray executor, which looks for resources
-that the worker's own bundle holds already. And the class goes to every process of an engine, pickled with its
-arguments, so that each imports this module before anything else and from then on ends with whoever started it.
+We name the class instead of leaving the choice to vLLM, which within a placement group would take its Ray executor and
+look for resources that the worker's own bundle already holds. The class travels to every process of the engine, pickled
+with its arguments: each imports this module first, and from then on ends with the process that started it.
 """
 
 import multiprocessing

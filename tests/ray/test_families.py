@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.rollouts.engine_loop import WorkerSpec
+from actors.rollouts.engine import WorkerSpec
 from benchmarks.common import python_module
 from rlhf.batch import Prompt, Rollout, pack
 from rlhf.config import RolloutConfig

@@ -13,7 +13,9 @@ from actors.cluster import Cluster
 from actors.environment import PROJECT_ROOT
 from actors.group import Member, fetch
 from actors.rollouts.actor import RolloutActor
-from actors.rollouts.engine_loop import WorkerSpec, worker_env
+from actors.rollouts.engine import WorkerSpec
+from actors.rollouts.vllm_engine import VllmEngine
+from actors.rollouts.vllm_settings import worker_env
 from jobs.prepare import prepare_tiny
 from rlhf.batch import pack
 from rlhf.config import RolloutConfig
@@ -72,7 +74,7 @@ def test_an_engine_that_does_not_start_says_why(ray_session, tmp_path: Path) -> 
     )
     environment = {**worker_env("cpu"), "PYTHONPATH": str(PROJECT_ROOT), "CUDA_VISIBLE_DEVICES": ""}
     options = {"max_concurrency": RolloutActor.concurrent_calls, "runtime_env": {"env_vars": environment}}
-    handle = ray.remote(RolloutActor).options(**options).remote(spec)
+    handle = ray.remote(RolloutActor).options(**options).remote(spec, VllmEngine)
     with pytest.raises(
         ActorError, match=r"rollout\[0\] on \S+: starting raised .*vLLM did not start: .*SafetensorError"
     ):

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from actors.group import Deadline, fetch
 from actors.rollouts.actor import RolloutActor
-from actors.rollouts.engine_loop import Request
+from actors.rollouts.engine import Request
 from actors.weights.load_plan import LoadPlan, keeps_weights_as_loaded
 from actors.weights.transports import make_transport
 from rlhf.algorithms import make_algorithm
@@ -133,7 +133,8 @@ def test_a_worker_without_committed_weights_does_not_sample(live, prompts) -> No
     workers = cluster.group("rollout")
     ray.get([member.handle.__ray_call__.remote(forget) for member in workers.members], timeout=60)
     with pytest.raises(ActorError, match=r"rollout\[\d+\] on .*without a committed weight version"):
-        workers.call("submit", [Request("a", prompts[0], 0)], deadline=DEADLINE, doing="queueing").result()
+        request = Request("a", prompts[0].id, prompts[0].token_ids, 0)
+        workers.call("submit", [request], deadline=DEADLINE, doing="queueing").result()
     roles.rollouts.publish(10)
     assert sample(roles, prompts)[1].versions.unique().tolist() == [10]
 
@@ -185,7 +186,7 @@ def test_copies_by_plan_equal_what_vllms_loader_does(live, tiny_model_dir, bucke
     run = plans_as_vllm_loads
     worker = cluster.group("rollout").members[0].handle
     ref = worker.__ray_call__.remote(
-        lambda actor: actor._loop.call(lambda engine: engine.collective_rpc(run, args=(layout,)))
+        lambda actor: actor._loop.call(lambda engine: engine.llm.collective_rpc(run, args=(layout,)))
     )
     assert ray.get(ref, timeout=120) == [True]
 

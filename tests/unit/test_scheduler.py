@@ -69,7 +69,7 @@ def test_a_failed_workers_unfinished_samples_go_elsewhere_first() -> None:
     assert other in scheduler.workers[1].groups
 
 
-def test_a_late_sample_may_end_a_task_that_is_queued_again() -> None:
+def test_a_late_sample_may_end_a_group_that_is_queued_again() -> None:
     scheduler = live_scheduler(8)
     group = scheduler.enqueue(prompt_id=0, prompt_tokens=1, num_samples=1)
     scheduler.dispatch()
@@ -79,7 +79,7 @@ def test_a_late_sample_may_end_a_task_that_is_queued_again() -> None:
     assert scheduler.dispatch() == []
 
 
-def test_a_task_that_outlives_its_workers_is_suspect() -> None:
+def test_a_group_that_outlives_its_workers_is_suspect() -> None:
     scheduler = live_scheduler(8)
     group = scheduler.groups[scheduler.enqueue(prompt_id=7, prompt_tokens=1, num_samples=2)]
     for losses in (1, 2):
@@ -114,7 +114,7 @@ def test_no_worker_serves_an_old_version() -> None:
     scheduler.admit(0, 1)
 
 
-def test_tasks_stay_with_a_worker_over_a_publish() -> None:
+def test_groups_stay_with_a_worker_over_a_publish() -> None:
     scheduler = live_scheduler(8)
     group = scheduler.enqueue(prompt_id=0, prompt_tokens=1, num_samples=2)
     scheduler.dispatch()
@@ -240,7 +240,7 @@ class RandomHistory(RuleBasedStateMachine):
             self.accepted.add((sent.group, sample))
 
     @invariant()
-    def every_task_is_in_one_place(self) -> None:
+    def every_group_is_in_one_place(self) -> None:
         assert set(self.scheduler.queue) <= set(self.scheduler.groups), "queued, but over"
         for group in self.scheduler.groups.values():
             assert (group.id in self.scheduler.queue) != bool(group.holders), "queued or held, never both or neither"
@@ -263,7 +263,7 @@ class RandomHistory(RuleBasedStateMachine):
             assert worker.version == self.scheduler.version
 
     @invariant()
-    def only_workers_that_may_come_back_to_them_hold_tasks(self) -> None:
+    def only_workers_that_may_come_back_to_them_hold_groups(self) -> None:
         for worker in self.scheduler.workers.values():
             assert not worker.groups or worker.state in (State.LIVE, State.DRAINING, State.SYNCING)
 

@@ -1,0 +1,152 @@
+"""What a rollout worker asks of an inference engine. Another engine than vLLM's plugs in here, as one more class."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from rlhf.config import RolloutConfig
+from rlhf.planning.topology import Device
+
+if TYPE_CHECKING:
+    from rlhf.training.weights import TensorSpec
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What a rollout worker needs to know about the run."""
+
+    config: RolloutConfig
+    model_path: str
+    trust_remote_code: bool
+    max_model_tokens: int
+    device: Device
+    colocated: bool
+    workers_on_gpu: int
+    logprobs: bool
+    seed: int
+    dtype: str = "auto"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion to sample. ``key`` names it and comes back with the completion."""
+
+    key: str
+    prompt_id: int
+    token_ids: list[int]  # of the prompt
+    sample_index: int  # within the group
+    greedy: bool = False
+    logprobs: bool = False  # for this completion, even where the run asks for none
+
+
+def request_seed(run_seed: int, request: Request) -> int:
+    """The completion's own seed, 63 bits: the same whichever worker samples it, however often."""
+    text = f"{run_seed}/{request.prompt_id}/{request.sample_index}/{request.greedy}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+@dataclass(frozen=True)
+class Output:
+    """What an engine sampled for a request. The fields are those of ``rlhf.batch.Rollout``."""
+
+    key: str
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class Completion(Output):
+    """An output together with the weight version each token was sampled from, int32 ``[len(token_ids)]``."""
+
+    versions: np.ndarray
+
+
+class Engine(Protocol):
+    """Samples requests step by step. All calls come from one thread.
+
+    It keeps its unfinished requests through a pause and through a change of weights.
+    """
+
+    # Sampling
+
+    def add(self, request: Request, version: int) -> None:
+        """Takes a request. Nothing it cached under another ``version`` of the weights may be used for this one."""
+        ...
+
+    def abort(self, keys: Sequence[str]) -> None:
+        """Drops requests; unknown keys are ignored."""
+        ...
+
+    def has_unfinished(self) -> bool:
+        """Whether there is anything to sample."""
+        ...
+
+    def step(self) -> list[Output]:
+        """Samples a little further; returns what has finished."""
+        ...
+
+    def running_tokens(self) -> dict[str, int]:
+        """How many tokens each unfinished request has so far, by key."""
+        ...
+
+    def pause(self) -> list[Output]:
+        """Stops sampling, also in processes of the engine's own; returns what finished before they stopped."""
+        ...
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        ...
+
+    # Weights, while paused. Checksums come back per engine process, one for each bucket in order.
+
+    def begin_update(self) -> int:
+        """Prepares for new weights, even if the last update broke off; returns the number of engine processes."""
+        ...
+
+    def join_weights(self, info: dict[str, Any]) -> None:
+        """Joins a weight session with the learner. Raises TransferAbortedError."""
+        ...
+
+    def receive_session(self, timeout_s: float) -> list[list[int]]:
+        """Loads what the session's sender sends. Raises TransferAbortedError."""
+        ...
+
+    def receive_objects(self, buckets: Iterable[tuple[tuple["TensorSpec", ...], np.ndarray]]) -> list[list[int]]:
+        """Loads the given buckets: specs and their bytes."""
+        ...
+
+    def finish_update(self) -> None:
+        """Makes the new weights current. Raises UnwrittenWeightsError where the update left some as they were."""
+        ...
+
+    # Sharing a GPU
+
+    def sleep(self) -> None:
+        """Frees the GPU memory of weights and KV cache, contents included."""
+        ...
+
+    def wake_weights(self) -> None:
+        """Allocates memory for the weights, which an update must then fill."""
+        ...
+
+    def wake_cache(self) -> None:
+        """Allocates memory for the KV cache."""
+        ...
+
+    # Facts
+
+    def device_name(self) -> str:
+        """The GPU's name, or 'cpu'."""
+        ...
+
+    def peak_gpu_bytes(self) -> int:
+        """The most GPU memory that one of the engine's processes has reserved; 0 on CPU."""
+        ...
+
+
+MakeEngine = Callable[[WorkerSpec], Engine]
+"""Starts an engine, in the process and the thread that will use it."""

@@ -1,0 +1,164 @@
+"""vLLM behind ``engine.Engine``: the in-process engine on CPU, one in processes of its own on GPUs.
+
+vLLM is imported when the engine starts: the driver names this class and must not load it.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from actors.rollouts.engine import Output, Request, WorkerSpec, request_seed
+from actors.rollouts.vllm_errors import ErrorOutput
+from actors.rollouts.vllm_settings import engine_args
+from actors.weights.channel import TransferAbortedError
+from rlhf.errors import RlhfError, UnwrittenWeightsError
+from rlhf.training.weights import TensorSpec, to_plain
+
+
+class VllmEngine:
+    """Implements ``actors.rollouts.engine.Engine``."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        """Returns once the engine is up. Raises RuntimeError saying why it did not start."""
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        import actors.weights.vllm_receiver  # noqa: F401  (registers the weight-transfer engine)
+
+        self._spec = spec
+        output = ErrorOutput()
+        try:
+            self.llm: Any = LLMEngine.from_engine_args(EngineArgs(**engine_args(spec)))
+        except RlhfError:
+            raise
+        except Exception as error:
+            raise output.explain(error) from error
+
+    # Sampling
+
+    def add(self, request: Request, version: int) -> None:
+        """The salt keeps the request from the prefix cache of older weights, which outlives a change of weights."""
+        prompt = {"prompt_token_ids": request.token_ids, "cache_salt": f"v{version}"}
+        self.llm.add_request(request.key, prompt, self._sampling_params(request))
+
+    def abort(self, keys: Sequence[str]) -> None:
+        self.llm.abort_request(list(keys))
+
+    def has_unfinished(self) -> bool:
+        return self.llm.has_unfinished_requests()
+
+    def step(self) -> list[Output]:
+        return [to_output(output) for output in self.llm.step() if output.finished]
+
+    def running_tokens(self) -> dict[str, int]:
+        states = self.llm.output_processor.request_states.values()
+        return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
+
+    def pause(self) -> list[Output]:
+        outputs: list[Output] = []
+        if self._steps_by_itself:
+            self.llm.engine_core.call_utility("pause_scheduler", "keep", False)
+            while not self.llm.engine_core.outputs_queue.empty():  # by now it holds all that was sampled before
+                outputs += self.step()
+        return outputs
+
+    def resume(self) -> None:
+        if self._steps_by_itself:
+            self.llm.engine_core.call_utility("resume_scheduler")
+
+    @property
+    def _steps_by_itself(self) -> bool:
+        """Whether the engine steps in a process of its own, and so has to be told to pause."""
+        return hasattr(self.llm.engine_core, "call_utility")
+
+    def _sampling_params(self, request: Request) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        config = self._spec.config
+        return SamplingParams(
+            temperature=config.eval_temperature if request.greedy else config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            max_tokens=config.max_completion_tokens,
+            stop=list(config.stop) or None,
+            ignore_eos=config.ignore_eos,
+            detokenize=bool(config.stop),
+            logprobs=0 if (self._spec.logprobs or request.logprobs) and not request.greedy else None,
+            flat_logprobs=True,
+            seed=request_seed(self._spec.seed, request) if config.seed_requests else None,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    # Weights: the other end is actors/weights/vllm_receiver.py, in each of vLLM's worker processes.
+
+    def begin_update(self) -> int:
+        return len(self._rpc("begin_weight_update"))
+
+    def join_weights(self, info: dict[str, Any]) -> None:
+        _raise_if_aborted(self._rpc("join_session", info))
+
+    def receive_session(self, timeout_s: float) -> list[list[int]]:
+        received = self._rpc("receive_session", timeout_s)
+        _raise_if_aborted([why for _, why in received])
+        return [sums for sums, _ in received]
+
+    def receive_objects(self, buckets: Iterable[tuple[tuple[TensorSpec, ...], np.ndarray]]) -> list[list[int]]:
+        by_bucket = [self._rpc("receive_objects", to_plain([specs]), [data]) for specs, data in buckets]
+        return [list(chain.from_iterable(of_process)) for of_process in zip(*by_bucket, strict=True)]
+
+    def finish_update(self) -> None:
+        self._rpc("finish_weight_update")
+        if unwritten := sorted({name for names in self._rpc("unwritten_modules") for name in names}):
+            raise UnwrittenWeightsError(
+                f"model.path={self._spec.model_path}: a weight publish leaves {len(unwritten)} module(s) of "
+                f"vLLM's model unwritten ({', '.join(unwritten[:3])}), which the learner does not have; use a model of "
+                "another family (docs/models.md)"
+            )
+
+    def _rpc(self, method: str, *args: Any) -> list[Any]:
+        """Each worker process's answer."""
+        return self.llm.collective_rpc(method, args=args)
+
+    # Sharing a GPU. Level 2 drops the weights too (the model's buffers wait on the host): a publish of all weights
+    # follows every wake-up, so keeping a copy of the old ones would be wasted.
+
+    def sleep(self) -> None:
+        self.llm.sleep(level=2)
+
+    def wake_weights(self) -> None:
+        self.llm.wake_up(tags=["weights"])
+
+    def wake_cache(self) -> None:
+        self.llm.wake_up(tags=["kv_cache"])
+
+    # Facts
+
+    def device_name(self) -> str:
+        """Asks vLLM, because torch would open a CUDA context beside the engine's."""
+        from vllm.platforms import current_platform
+
+        return "cpu" if self._spec.device == "cpu" else current_platform.get_device_name()
+
+    def peak_gpu_bytes(self) -> int:
+        return max(self._rpc("peak_gpu_memory_bytes")) if self._spec.device == "gpu" else 0
+
+
+def _raise_if_aborted(reasons: Sequence[str]) -> None:
+    """Each worker process's reason, '' where it did not abort."""
+    for why in filter(None, reasons):
+        raise TransferAbortedError(why)
+
+
+def to_output(output: Any) -> Output:
+    """A finished RequestOutput as ours."""
+    completion = output.outputs[0]
+    flat = completion.logprobs
+    return Output(
+        key=output.request_id,
+        token_ids=list(completion.token_ids),
+        finish_reason=completion.finish_reason,
+        logprobs=np.asarray([flat.logprobs[i] for i in flat.start_indices], dtype=np.float32) if flat else None,
+    )
