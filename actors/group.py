@@ -52,8 +52,9 @@ class Deadline:
 class Call(Generic[T]):
     """One call in flight on each of several members.
 
-    Who needs every answer asks for the ``result``, which raises the first failure. Who can go on without some members
-    asks to ``gather`` answers and failures. Who has other rules ``wait``s and looks at ``answers`` and ``failed``.
+    ``result`` is for callers that need every answer: it raises the first failure. ``gather`` is for those that can go
+    on without some members: it returns the answers and the failures. ``wait``, ``answers`` and ``failed`` are for those
+    with rules of their own.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Call(Generic[T]):
         return self._fold([self.answers[member] for member in self._members])
 
     def gather(self) -> tuple[dict[Member, Any], dict[Member, RlhfError]]:
-        """Waits for every member: (the answers, what befell the others, which may be that they were late)."""
+        """Waits for every member: (the answers, and the errors of the others, late ones included)."""
         self.wait()
         self.give_up()
         return self.answers, self.failed

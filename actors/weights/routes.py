@@ -107,6 +107,13 @@ ROUTES: dict[str, SessionRoute | ObjectStore] = {
 }
 
 
+def session_route(name: str) -> SessionRoute:
+    """A route of ``ROUTES`` that is known to be one of a session."""
+    route = ROUTES[name]
+    assert isinstance(route, SessionRoute), f"{name} needs no session"
+    return route
+
+
 def choose_route(device: Device, *, colocated: bool) -> str:
     """By name: the one for workers on this kind of device, which share the learner's GPUs or do not."""
     if device == "cpu":

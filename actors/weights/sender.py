@@ -9,7 +9,7 @@ from torch import Tensor
 
 from actors.weights.channel import NUM_SLOTS, Rendezvous, Ring, Sender, Session, TransferAbortedError
 from actors.weights.object_store import StoredBucket
-from actors.weights.routes import ROUTES, ObjectStore, SessionRoute
+from actors.weights.routes import ObjectStore, session_route
 from rlhf.models.packed import PackedModel
 from rlhf.training.weights import Layout, TensorSpec, bucket_layout, bucket_size, checksum, pack_bucket, walk_buckets
 
@@ -34,21 +34,19 @@ class WeightSender:
         self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         return self._store.port
 
-    def join(self, route_name: str, rendezvous: Rendezvous, timeout_s: float) -> dict[str, bytes]:
+    def join(self, route: str, rendezvous: Rendezvous, timeout_s: float) -> dict[str, bytes]:
         """Leaves the session before and joins this one; returns the handles of this rank's ring, by place.
 
         Raises TransferAbortedError.
         """
         self._leave()
-        route = ROUTES[route_name]
-        assert isinstance(route, SessionRoute)
-        if route_name not in self._rings:
+        if route not in self._rings:
             num_bytes = NUM_SLOTS * max(bucket_size(specs) for specs in self.layout)
-            self._rings[route_name] = route.ring(self._rank, num_bytes, self._device)
+            self._rings[route] = session_route(route).ring(self._rank, num_bytes, self._device)
         self._session = Session(rendezvous, timeout_s)
-        if (ring := self._rings[route_name]) is None:
+        if (ring := self._rings[route]) is None:
             return {}
-        self._sender = route.sender(self._session, ring)
+        self._sender = session_route(route).sender(self._session, ring)
         return dict(ring.handles)
 
     def send(self, timeout_s: float) -> list[int]:

@@ -41,7 +41,7 @@ class SharedSender(Sender):
             )
 
     def close(self) -> None:
-        """Nobody waits for this process but through the session."""
+        """The ring is the caller's, who may use it again."""
 
 
 class SharedReceiver(Receiver):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from actors.group import ActorGroup, Call, Deadline, Member
 from actors.weights.channel import Rendezvous, TransferAbortedError
-from actors.weights.routes import ROUTES, SessionRoute
+from actors.weights.routes import ROUTES, SessionRoute, session_route
 from rlhf.errors import RlhfError, WeightSyncError
 from rlhf.training.weights import Layout, bucket_size, to_plain
 
@@ -112,7 +112,7 @@ class SessionTransport:
             "join_weights", self._route, self._rendezvous, deadline.left_s, deadline=deadline.half(), doing=doing
         )
         handles: dict[str, bytes] = {}
-        if ROUTES[self._route].needs_handles:
+        if session_route(self._route).needs_handles:
             self._settle(joining, deadline)
             handles = dict(chain.from_iterable(of_rank.items() for of_rank in joining.answers.values()))
         invitations = [(info,) for info in self._invitations(members, handles, deadline)]

@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from actors.weights.channel import Receiver, Rendezvous, Session, TransferAbortedError
 from actors.weights.load_plan import Copies, LoadPlan, UnplannableError, keeps_weights_as_loaded
-from actors.weights.routes import ROUTES, SessionRoute
+from actors.weights.routes import session_route
 from rlhf.training.weights import (
     Layout,
     PlainLayout,
@@ -68,10 +68,8 @@ class BucketReceiver(WeightTransferEngine[WeightTransferInitInfo, WeightTransfer
         self.shutdown()
         if (new_layout := from_plain(layout)) != self._layout:
             self._layout, self._plan = new_layout, self._make_plan(new_layout)
-        way = ROUTES[route]
-        assert isinstance(way, SessionRoute)
         self._session = Session(Rendezvous(**rendezvous), timeout_s)
-        self._receiver = way.receiver(
+        self._receiver = session_route(route).receiver(
             self._session,
             first_receiver + self.parallel_config.rank,
             self.device,
@@ -105,7 +103,7 @@ class BucketReceiver(WeightTransferEngine[WeightTransferInitInfo, WeightTransfer
         if self._plan is None:  # vLLM's loader keeps references, and slots are filled again
             buckets = (bucket.clone() for bucket in buckets)
         try:
-            return self._load(zip(self._layout, buckets, strict=True))
+            return self._load(self._layout, buckets)
         except TransferAbortedError:
             self.shutdown()  # at once: a broadcast from the dead holds the device
             raise
@@ -113,13 +111,14 @@ class BucketReceiver(WeightTransferEngine[WeightTransferInitInfo, WeightTransfer
     def receive_objects(self, layout: Layout, data: Sequence[Any]) -> list[int]:
         """Loads buckets, given as NumPy arrays of bytes; returns their checksums. For models on CPU."""
         assert self._plan is None, "a plan is for buckets that have the same slots in every update"
-        return self._load((specs, torch.from_numpy(array.copy())) for specs, array in zip(layout, data, strict=True))
+        return self._load(layout, (torch.from_numpy(array.copy()) for array in data))
 
     @torch.no_grad()
-    def _load(self, buckets: Iterable[tuple[Sequence[TensorSpec], Tensor]]) -> list[int]:
+    def _load(self, layout: Layout, buckets: Iterable[Tensor]) -> list[int]:
         """Returns the checksum of each bucket as it arrived, once all are loaded."""
         sums = []
-        for index, (specs, bucket) in enumerate(buckets):
+        # buckets first: asking for one more is what tells the sender that the last is emptied
+        for index, (bucket, specs) in enumerate(zip(buckets, layout, strict=True)):
             sums.append(checksum(bucket))
             if self._plan is None:
                 self._reload(specs, bucket)
