@@ -25,7 +25,7 @@ from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from rlhf.config import Config
-from rlhf.data.tasks import TASK_PREFIX
+from rlhf.data.tasks import task_name
 from rlhf.errors import ClusterError, ConfigError
 from rlhf.recipes import to_yaml
 
@@ -118,7 +118,7 @@ def for_cluster(config: Config, base: Path) -> Config:
         return path if path is None or is_hub_id else local(path)
 
     def data(source: str | None) -> str | None:
-        return source if source is None or source.startswith(TASK_PREFIX) else local(source)
+        return source if source is None or task_name(source) is not None else local(source)
 
     def replace(section: Any, **paths: str | None) -> Any:
         return dataclasses.replace(section, **paths)

@@ -1,1 +1,1 @@
-"""Prompts and preference pairs: read, tokenised, and drawn in order. Imports neither rewards nor models."""
+"""Prompts and preference pairs: read, tokenised, and drawn in order. Imports no rewards, models or training."""

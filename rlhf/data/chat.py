@@ -1,4 +1,4 @@
-"""Chats and plain prompts: how a tokenizer turns them into text and tokens, the same way wherever that is done."""
+"""Chats and plain prompts: which are usable, and how a tokenizer turns them into text and tokens, alike everywhere."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -7,7 +7,8 @@ from rlhf.errors import DataError
 
 Table = dict[str, list[Any]]  # column -> one value per row
 
-ARGUMENTS = ("prompts", "completions", "completion_ids")  # what reward functions get beside columns: no names for those
+# What the loop passes to reward functions beside the columns: no column may be called so.
+ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
 def columnar(rows: list[dict[str, Any]]) -> Table:
@@ -22,8 +23,8 @@ def first_lacking(numbered: Sequence[tuple[int, dict[str, Any]]], names: Iterabl
     return {name: number for name, number in first.items() if number is not None}
 
 
-def part_columns(table: Table, prompt_column: str, where: str) -> tuple[list[Any], Table]:
-    """The prompts, and the other columns."""
+def split_columns(table: Table, prompt_column: str, where: str) -> tuple[list[Any], Table]:
+    """The prompts, and the other columns. Raises DataError without prompts, or where a column hides an argument."""
     if prompt_column not in table:
         raise DataError(
             f"{where}: has no column {prompt_column!r}; set data.prompt_column to one of {', '.join(table)}"

@@ -18,8 +18,8 @@ import torch
 from rlhf.batch import TrainBatch, last_token_batch
 from rlhf.data.chat import Chat, answer_tokens, plain_messages, prompt_problem, truncate_tail
 from rlhf.data.readers import read_json_lines
-from rlhf.data.tasks import TASK_PREFIX, Row, Split, task_rows
-from rlhf.errors import ConfigError, DataError
+from rlhf.data.tasks import Row, Split, task_name, task_rows
+from rlhf.errors import ConfigError, DataError, one_line
 from rlhf.reward_config import PreferenceDataConfig
 
 if TYPE_CHECKING:
@@ -88,9 +88,8 @@ def load_preferences(
     """
     where = f"data.{split}={source}"
     max_rows = config.eval_size if split == "eval" else None
-    if source.startswith(TASK_PREFIX):
-        name = source.removeprefix(TASK_PREFIX)
-        found = list(task_preferences(name, config.task_args, tokenizer, split=split, seed=seed, max_rows=max_rows))
+    if (task := task_name(source)) is not None:
+        found = list(task_preferences(task, config.task_args, tokenizer, split=split, seed=seed, max_rows=max_rows))
     else:
         found = list(read_preferences(Path(source).expanduser(), where))[:max_rows]
     if not found:
@@ -155,7 +154,7 @@ def _tokenise(preference: Preference, answer: str, tokenizer: "PreTrainedTokeniz
     try:
         ids = answer_tokens(tokenizer, prompt, answer, date=date)
     except Exception as error:  # a chat template may raise anything, by its own raise_exception too
-        raise DataError(f"{where}: does not tokenise: {' '.join(str(error).split())}") from error
+        raise DataError(f"{where}: does not tokenise: {one_line(error)}") from error
     if not ids:
         raise DataError(f"{where}: encodes to no token; use the tokenizer made for the model")
     return ids

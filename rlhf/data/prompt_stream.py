@@ -9,7 +9,7 @@ from rlhf.errors import CheckpointError
 
 
 class PromptStream:
-    """The prompts for ever, epoch after epoch, each epoch in an order of its own that follows from seed and epoch.
+    """The prompts, epoch after epoch without end, each epoch in an order of its own that follows from seed and epoch.
 
     A prompt's id is its position in the stream: epoch x len(prompts) + its place in the epoch. So ids are unique over a
     run, and a resumed stream goes on with the ids that an uninterrupted one would have given.

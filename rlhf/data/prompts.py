@@ -19,9 +19,9 @@ from rlhf.data.chat import (
     prompt_problem,
     render_chat,
 )
-from rlhf.data.columns import Table, part_columns
+from rlhf.data.columns import Table, split_columns
 from rlhf.data.readers import read_table
-from rlhf.data.tasks import TASK_PREFIX, Split
+from rlhf.data.tasks import Split, task_name
 from rlhf.errors import ConfigError, DataError, one_line
 
 if TYPE_CHECKING:
@@ -94,26 +94,18 @@ def load_prompts(
     read or holds no usable prompt, ConfigError where ``config`` does not fit it.
     """
     where = f"data.{split}={source}"
-    if config.task_args and not any((s or "").startswith(TASK_PREFIX) for s in (source, config.train, config.eval)):
+    if config.task_args and all(task_name(s or "") is None for s in (source, config.train, config.eval)):
         raise ConfigError(f"data.task_args is set, but {where} is no built-in task; unset it, or use task:NAME")
-    table, lacking = read_table(source, config, split, seed, where)
-    prompt_column = "prompt" if source.startswith(TASK_PREFIX) else config.prompt_column
-    values, columns = part_columns(table, prompt_column, where)
+    table, lacking = read_table(source, config, split=split, seed=seed, where=where)
+    prompt_column = config.prompt_column if task_name(source) is None else "prompt"
+    values, columns = split_columns(table, prompt_column, where)
     is_chat = _check_prompts(values, where)
-    chats: list[Chat] | None = None
-    texts: list[str] = values
     if is_chat:
         chats = [_with_system_prompt(plain_messages(chat), config.system_prompt) for chat in values]
         texts = _render(chats, config, tokenizer, where)
-    for key, is_set in {
-        "system_prompt": config.system_prompt is not None,
-        "chat_template_kwargs": bool(config.chat_template_kwargs),
-    }.items():
-        if is_set and not is_chat:
-            raise ConfigError(
-                f"data.{key} needs chat prompts, but {where} holds plain strings; unset it, or make every prompt a "
-                "list of {role, content} messages"
-            )
+    else:
+        _refuse_chat_settings(config, where)
+        chats, texts = None, values
     token_ids = _tokenize(texts, tokenizer, add_special_tokens=not is_chat)
     report = PromptReport(len(token_ids), 0, 0, longest=max(len(ids) for ids in token_ids))
     return _fit_length(PromptSet(source, texts, token_ids, chats, columns, report, lacking), config, tokenizer, where)
@@ -127,6 +119,16 @@ def _check_prompts(prompts: list[Any], where: str) -> bool:
         if problem is not None:
             raise DataError(f"{where}: row {row}: {problem}")
     return is_chat
+
+
+def _refuse_chat_settings(config: DataConfig, where: str) -> None:
+    """Raises ConfigError for what plain prompts have no use for."""
+    for key, unset in (("system_prompt", None), ("chat_template_kwargs", {})):
+        if getattr(config, key) != unset:
+            raise ConfigError(
+                f"data.{key} needs chat prompts, but {where} holds plain strings; unset it, or make every prompt a "
+                "list of {role, content} messages"
+            )
 
 
 def _with_system_prompt(chat: Chat, system_prompt: str | None) -> Chat:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.config import DataConfig
 from rlhf.data.columns import Table, columnar, first_lacking
-from rlhf.data.tasks import TASK_PREFIX, Split, task_rows
+from rlhf.data.tasks import Split, task_name, task_rows
 from rlhf.errors import DataError, one_line
 
 if TYPE_CHECKING:
@@ -19,12 +19,16 @@ DIRECTORY_SPLITS: dict[Split, str] = {"train": "train", "eval": "test"}  # of a 
 MAX_NESTING = 100  # levels of a JSON line; pickle, which takes columns to actors, gives up before json does
 
 
-def read_table(source: str, config: DataConfig, split: Split, seed: int, where: str) -> tuple[Table, dict[str, int]]:
-    """The table of a source, for eval its first ``eval_size`` rows, and ``PromptSet.lacking``."""
+def read_table(source: str, config: DataConfig, *, split: Split, seed: int, where: str) -> tuple[Table, dict[str, int]]:
+    """The table of a source, for eval its first ``eval_size`` rows; and for each column of a JSONL file the first line
+    that lacks it, if one does.
+
+    ``where`` names the source in errors. Raises DataError where it cannot be read or holds no rows, ConfigError where
+    a task's arguments do not fit.
+    """
     max_rows = config.eval_size if split == "eval" else None
-    if source.startswith(TASK_PREFIX):
-        name = source.removeprefix(TASK_PREFIX)
-        return columnar(task_rows(name, config.task_args, split=split, seed=seed, max_rows=max_rows)), {}
+    if (task := task_name(source)) is not None:
+        return columnar(task_rows(task, config.task_args, split=split, seed=seed, max_rows=max_rows)), {}
     path = Path(source).expanduser()
     kinds = "a source is task:NAME, a .jsonl or .parquet file, or a directory saved by datasets"
     if not path.exists():

@@ -14,7 +14,7 @@ from rlhf.errors import ConfigError
 Split = Literal["train", "eval"]
 Row = dict[str, Any]
 
-TASK_PREFIX = "task:"  # of a source that names a task
+PREFIX = "task:"  # of a source that is a task
 EVAL_SHARE = 8  # one prompt in eight is held out
 MAX_FRUITLESS_DRAWS = 1000  # in a row, before the task is taken to have no further prompts
 
@@ -117,6 +117,11 @@ TASKS: dict[str, type[Task]] = {"arithmetic": Arithmetic, "phrases": Phrases, "s
 
 def _user(content: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": content}]
+
+
+def task_name(source: str) -> str | None:
+    """The task that a source names; None for a source of another kind."""
+    return source.removeprefix(PREFIX) if source.startswith(PREFIX) else None
 
 
 def make_task(name: str, args: dict[str, Any]) -> Task:

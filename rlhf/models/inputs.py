@@ -38,37 +38,45 @@ class WholeSequence:
 
 
 def packed_inputs(batch: TrainBatch, device: torch.device, *, share_prompts: bool = False) -> PackedInputs:
-    """The model inputs of a packed batch. ``share_prompts``: neighbours with the same prompt compute it once."""
+    """The model inputs of a packed batch. ``share_prompts``: neighbours with the same prompt compute it once.
+
+    Two sequences that share the prompt (10, 11), with the completions (12) and (13, 14); bars separate the spans:
+
+        batch.tokens   10 11 12   10 11 13 14
+        place           0  1  2    0  1  3  4       where in the row each of them is computed
+
+        tokens         10 11 | 12 | 13 14           the row: the prompt once, then each completion
+        positions       0  1 |  2 |  2  3
+        borders         0  2  3  5
+        attended        0  1 |  0  1  2 |  0  1  3  4   a completion attends to the prompt, then to itself
+        key_borders     0  2  5  9                  borders of the spans in ``attended``
+
+        targets        12   13 14
+        predictors      1    1  3                   both first tokens follow from the prompt's last
+    """
     groups = whole_groups(batch, share_prompts=share_prompts)
-    lengths, indices = batch.sequence_lengths, torch.arange(batch.num_sequences)
-    starts = torch.cumsum(lengths, 0) - lengths
-    positions = torch.arange(len(batch.tokens)) - starts.repeat_interleave(lengths)
+    lengths = batch.sequence_lengths
+    positions = torch.arange(len(batch.tokens)) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     is_completion = positions >= batch.prompt_lengths.repeat_interleave(lengths)
     completion = is_completion.nonzero(as_tuple=True)[0]
-
-    # The first of a group computes the prompt. place: where each token of the whole sequences is computed.
-    first = torch.tensor([group.members.start for group in groups for _ in group.members])
-    own = is_completion | (first == indices).repeat_interleave(lengths)
-    place = own.cumsum(0) - 1
-    place[~own] = place[(starts[first].repeat_interleave(lengths) + positions)[~own]]
-
+    computed, place = _places(batch, groups, positions, is_completion)
     spans = [span for group in groups for span in group.spans]
     num_tokens, num_keys = torch.tensor(spans).unbind(1)
     shared = len(spans) > len(groups)
     parts = [
-        batch.tokens[own],
-        positions[own],
-        F.pad(num_tokens.cumsum(0), (1, 0)),
-        F.pad(num_keys.cumsum(0), (1, 0)),
+        batch.tokens[computed],
+        positions[computed],
+        _borders(num_tokens),
+        _borders(num_keys),
         place[completion - 1],
         batch.tokens[completion],
         _attended(batch, groups, place) if shared else place[:0],
     ]
     whole = to_device(torch.cat(parts), device)  # in one copy
-    tokens, own_positions, borders, key_borders, predictors, targets, attended = whole.split([len(p) for p in parts])
+    tokens, positions, borders, key_borders, predictors, targets, attended = whole.split([len(p) for p in parts])
     return PackedInputs(
         tokens=tokens,
-        positions=own_positions,
+        positions=positions,
         borders=borders.int(),
         key_borders=key_borders.int(),
         max_length=int(num_tokens.max()),
@@ -79,8 +87,29 @@ def packed_inputs(batch: TrainBatch, device: torch.device, *, share_prompts: boo
     )
 
 
+def _places(
+    batch: TrainBatch, groups: Sequence[Unit], positions: Tensor, is_completion: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Where each token of a batch is computed: a prompt token in the first sequence of its group, others in their own.
+
+    ``positions`` int64 and ``is_completion`` bool are of all its tokens, and so are the results: whether a token is
+    computed where it stands, bool; and its place in the row of those that are, int64.
+    """
+    lengths, index = batch.sequence_lengths, torch.arange(len(batch.tokens))
+    starts = lengths.cumsum(0) - lengths
+    first = torch.tensor([group.members.start for group in groups for _ in group.members])
+    source = torch.where(is_completion, index, starts[first].repeat_interleave(lengths) + positions)
+    computed = source == index
+    return computed, (computed.cumsum(0) - 1)[source]
+
+
+def _borders(lengths: Tensor) -> Tensor:
+    """int64 [B] -> [B + 1]: where each of B stretches starts, and where the last one ends."""
+    return F.pad(lengths.cumsum(0), (1, 0))
+
+
 def _attended(batch: TrainBatch, groups: Sequence[Unit], place: Tensor) -> Tensor:
-    """What the spans attend to: a whole sequence each, and before those of a group with a shared prompt the prompt."""
+    """What the spans attend to, one after the other: a shared prompt to itself, all others to a whole sequence."""
     sequences = place.split(batch.sequence_lengths.tolist())
     found = []
     for group in groups:

@@ -1,1 +1,1 @@
-"""What is known of a run before anything is loaded: who sits where, what fits, and what a step must cost."""
+"""What is known of a run before anything is loaded: who sits where, what fits, what a step must cost. No torch."""

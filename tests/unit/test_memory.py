@@ -184,7 +184,7 @@ def test_forward_by_hand() -> None:
 
 # Against benchmarks/RESULTS.md: one H200, allocated GiB.
 
-# The benchmark ran its settings in one process, and engines outlive `destroy` (tested on CPU: ZeRO-3's for ever, the
+# The benchmark ran its settings in one process, and engines outlive `destroy` (tested on CPU: ZeRO-3's forever, the
 # others' until a garbage collection). So a later row holds the weights and optimiser state of the engines before it,
 # a ZeRO-3 engine its gradients too.
 FULL = LearnerConfig(zero_stage=3, micro_batch_tokens=16384)

@@ -1,5 +1,6 @@
 """A packed forward is exactly one sequence at a time: log-probabilities, entropy, and every gradient."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,28 @@ def test_packed_inputs_by_hand() -> None:
     assert (inputs.key_borders.tolist(), inputs.max_keys, inputs.attended) == ([0, 3, 7], 4, None)
     assert inputs.predictors.tolist() == [1, 3, 4, 5]
     assert inputs.targets.tolist() == [12, 21, 22, 23]
+
+
+def test_packed_inputs_are_as_drawn() -> None:
+    """The numbers in the docstring of ``packed_inputs`` are what it gives."""
+
+    def drawn(name: str) -> list[int]:
+        row = re.search(rf"^ +{re.escape(name)} +([\d |]+)", packed_inputs.__doc__ or "", re.MULTILINE)
+        assert row is not None
+        return [int(number) for number in re.findall(r"\d+", row[1])]
+
+    assert drawn("batch.tokens") == [10, 11, 12, 10, 11, 13, 14]
+    batch = TrainBatch(
+        tokens=torch.tensor(drawn("batch.tokens")),
+        prompt_lengths=torch.tensor([2, 2]),
+        completion_lengths=torch.tensor([1, 2]),
+        truncated=torch.zeros(2, dtype=torch.bool),
+        versions=torch.zeros(3, dtype=torch.int32),
+    )
+    inputs = packed_inputs(batch, CPU, share_prompts=True)
+    for name in ("tokens", "positions", "borders", "attended", "key_borders", "predictors", "targets"):
+        assert getattr(inputs, name).tolist() == drawn(name), name
+    assert inputs.tokens[torch.tensor(drawn("place"))].equal(batch.tokens)
 
 
 def test_packed_inputs_with_a_shared_prompt_by_hand() -> None:

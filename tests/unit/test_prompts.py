@@ -355,7 +355,7 @@ def phrases(tokenizer: PreTrainedTokenizerFast) -> PromptSet:
     return load("task:phrases", tokenizer, task_args={"num_rows": 10})
 
 
-def test_without_shuffling_the_order_is_the_sources_for_ever(phrases: PromptSet) -> None:
+def test_without_shuffling_the_order_is_the_sources_in_every_epoch(phrases: PromptSet) -> None:
     taken = PromptStream(phrases, shuffle=False, seed=0).take(23)
     assert [p.text for p in taken] == (phrases.texts * 3)[:23]
     assert [p.id for p in taken] == list(range(23))
