@@ -1,4 +1,4 @@
-"""The user's own advantage estimator and loss: that they take the built-in ones' place, and every mistake in one line."""
+"""The user's own advantage estimator and loss: they take the built-in ones' place, and a mistake is one line."""
 
 import math
 import pickle
@@ -226,14 +226,26 @@ def message_of(error_type: type[RlhfError], act: Callable[[], object]) -> str:
     ("path", "kwargs", "expected"),
     [
         ("others", {}, "names no module; use package.module.function, or path/to/file.py:function"),
-        ("no.where", {}, "no module 'no'; install it, add its directory to PYTHONPATH, or use path/to/file.py:function"),
+        (
+            "no.where",
+            {},
+            "no module 'no'; install it, add its directory to PYTHONPATH, or use path/to/file.py:function",
+        ),
         ("absent.py:f", {}, "absent.py; give its full path"),
         ("{mine}:absent", {}, "the module has no 'absent'; its callables are a_list, bare, "),
         ("{mine}:constant", {}, "is a int, not callable; name a function"),
         ("{mine}:nothing", {}, "cannot be called with inputs (too many positional arguments); write it as "),
-        ("{mine}:others", {"x": 1}, "cannot be called with inputs, x (got an unexpected keyword argument 'x'); write it"),
+        (
+            "{mine}:others",
+            {"x": 1},
+            "cannot be called with inputs, x (got an unexpected keyword argument 'x'); write it",
+        ),
         ("{mine}:others", {"inputs": 1}, "(multiple values for argument 'inputs')"),
-        ("{mine}:needs", {}, "(missing a required argument: 'temperature'); write it as {name}(inputs, **kwargs), and set"),
+        (
+            "{mine}:needs",
+            {},
+            "(missing a required argument: 'temperature'); write it as {name}(inputs, **kwargs), and set",
+        ),
     ],
 )
 def test_what_cannot_be_loaded_or_called_is_known_at_once(
