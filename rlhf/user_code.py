@@ -45,7 +45,7 @@ def load_function(
 
 
 def source_digest(path: str) -> str | None:
-    """Hex digest of the file that holds the function at ``path``; None where there is no such file."""
+    """Hex digest of the file that holds the function at ``path``, which was loaded; None where there is no file."""
     if ".py:" in path:
         file = Path(path.rpartition(":")[0]).expanduser()
     else:

@@ -1,5 +1,6 @@
 """`rlhf submit` against a real Ray head with its dashboard and token authentication, as its users run it."""
 
+import json
 import os
 import secrets
 import shutil
@@ -43,6 +44,16 @@ import actors
 def where(completions, file, **columns):
     Path(file).write_text(actors.__file__)
     return [float(len(text)) for text in completions]
+"""
+
+ALGORITHM = """
+import torch
+
+def ones(inputs):
+    return torch.ones(len(inputs.rewards))
+
+def reinforce(inputs):
+    return -inputs.advantages * inputs.logprobs, {"advantage": inputs.advantages}
 """
 
 pytestmark = pytest.mark.ray
@@ -149,6 +160,7 @@ def test_job_trains_with_uploaded_code(head: Head, tiny_model_dir: Path, tmp_pat
     for package in ("rlhf", "actors", "jobs"):
         shutil.copytree(ROOT / package, code / package, ignore=shutil.ignore_patterns("__pycache__"))
     (code / "my_rewards.py").write_text(REWARD)
+    (code / "my_algorithm.py").write_text(ALGORITHM)
     run_dir, seen = tmp_path / "run", tmp_path / "seen.txt"
 
     reward = f"reward.functions=[{{path: my_rewards.where, kwargs: {{file: {seen}}}}}]"
@@ -158,6 +170,7 @@ def test_job_trains_with_uploaded_code(head: Head, tiny_model_dir: Path, tmp_pat
         f"model.path={tiny_model_dir}",
         f"run_dir={run_dir}",
         reward,
+        *("algorithm.advantage=my_algorithm.ones", "algorithm.loss=my_algorithm.py:reinforce"),
         RAY_ADDRESS="ray://x",
     )
 
@@ -166,6 +179,7 @@ def test_job_trains_with_uploaded_code(head: Head, tiny_model_dir: Path, tmp_pat
     assert " succeeded" in done.stdout and "ray job stop --address" in done.stdout
     # what ran in the reward actor was the unpacked upload: neither this checkout nor the directory it came from
     assert Path(seen.read_text()).is_relative_to(head.temp_dir)
+    assert json.loads((run_dir / "metrics.jsonl").read_text())["loss/advantage"] == 1, "the learner had it as well"
 
 
 def test_failing_job_shows_its_error_and_code(head: Head, tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
 """The algorithms as the loop sees them: rewards in, one advantage per token out."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 
 from rlhf.algorithms import make_algorithm
 from rlhf.batch import TrainBatch
-from rlhf.config import AlgorithmConfig
+from rlhf.config import ALGORITHMS, AlgorithmConfig, AlgorithmName
 
 
 def batch(**tensors: torch.Tensor) -> TrainBatch:
@@ -29,6 +30,12 @@ def advantages(name: str, **changes: object) -> list[float]:
     done, _ = make_algorithm(config(name, **changes)).assign_advantages(batch())
     assert done.advantages is not None
     return done.advantages.tolist()
+
+
+def test_every_algorithm_has_its_facts_and_its_object() -> None:
+    assert ALGORITHMS.keys() == set(get_args(AlgorithmName))
+    needing = {name for name in ALGORITHMS if make_algorithm(config(name, beta=0.1)).needs_old_logprobs}
+    assert needing == {name for name, facts in ALGORITHMS.items() if facts.kl == "reward"}
 
 
 def test_rloo_compares_with_the_others_of_the_group() -> None:

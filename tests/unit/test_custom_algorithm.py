@@ -1,4 +1,4 @@
-"""The user's own advantage estimator and loss: they take the built-in ones' place; every mistake is one line."""
+"""The user's own advantage estimator and loss: they take the built-in ones' place, and a mistake is one line."""
 
 import math
 import pickle

@@ -91,6 +91,29 @@ def test_shipped_recipes_set_nothing_in_vain(recipe: Path) -> None:
                 "algorithm.dual_clip=3.0"
             ],
         ),
+        # the user's own functions
+        (
+            ["algorithm.advantage=m.f", "algorithm.scale_rewards=none", "algorithm.advantage_kwargs={a: 1}"],
+            ["algorithm.advantage=m.f ignores algorithm.scale_rewards=none"],
+        ),
+        (
+            ["algorithm.advantage_kwargs={a: 1}", "algorithm.loss_kwargs={b: 2}"],
+            [
+                'algorithm.advantage=null ignores algorithm.advantage_kwargs={"a": 1}',
+                'algorithm.loss=null ignores algorithm.loss_kwargs={"b": 2}',
+            ],
+        ),
+        (
+            [
+                *("algorithm.loss=m.f", "algorithm.loss_kwargs={b: 2}", "algorithm.epsilon_low=0.1"),
+                *("algorithm.epsilon_high=0.3", "algorithm.delta=1.1", "algorithm.dual_clip=3"),
+            ],
+            [
+                "algorithm.loss=m.f ignores algorithm.epsilon_low=0.1, algorithm.epsilon_high=0.3, "
+                "algorithm.delta=1.1, algorithm.dual_clip=3.0"
+            ],
+        ),
+        (["algorithm.loss=m.f", "algorithm.importance_sampling_level=sequence", "algorithm.loss_type=grpo"], NOTHING),
         # the correction, which rollout.max_staleness may turn on
         (
             ["algorithm.rollout_correction_cap=3", "algorithm.rollout_correction_floor=0.5"],

@@ -121,6 +121,47 @@ def test_what_may_not_change_is_named(build: Any, tiny_tokenizer: Any, override:
     assert "; changed too: num_steps 25 -> 7; go back to the old values" in message
 
 
+OWN = """
+def advantage(inputs, a=0):
+    return inputs.rewards
+
+def loss(inputs, b=0):
+    return -inputs.logprobs
+
+def reward(completions):
+    return [0.0 for _ in completions]
+"""
+
+
+def test_the_user_s_own_objective_is_kept_and_a_changed_file_is_told(
+    build: Any, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    own = [f"algorithm.advantage={file}:advantage", f"algorithm.loss={file}:loss", "algorithm.loss_kwargs={b: 1}"]
+    own.append(f"reward.functions=[{{path: even_tokens}}, {{path: {file}:reward}}]")
+    old = described(build(*own), tiny_tokenizer)
+    same = described(build(*own, "algorithm.advantage=mine.py:advantage"), tiny_tokenizer)
+    assert "changed" not in check_resume(DIRECTORY, old, same), "the same file, from here"
+    file.write_text(OWN + "# another comment")
+    edited = described(build(*own, "algorithm.loss_kwargs={b: 2}"), tiny_tokenizer)
+    assert check_resume(DIRECTORY, old, edited).endswith(
+        '; changed: algorithm.loss_kwargs {"b": 1} -> {"b": 2}, the source of algorithm.advantage, '
+        "the source of algorithm.loss, the source of reward.functions[1]"
+    )
+    message = refusal(build(own[0]), build(own[1]), tiny_tokenizer)
+    assert f"algorithm.advantage {file}:advantage -> null (the optimizer's moments and the critic come from" in message
+    assert f"algorithm.loss null -> {file}:loss (" in message
+
+
+def test_a_checkpoint_from_before_a_key_that_is_not_used_is_taken(build: Any, tiny_tokenizer: Any) -> None:
+    now = described(build(), tiny_tokenizer)
+    old = json.loads(json.dumps(now))
+    del old["config"]["algorithm"]["loss"], old["sources"]
+    assert "changed" not in check_resume(DIRECTORY, old, now)
+
+
 def test_all_differences_are_named_at_once(build: Any, tiny_tokenizer: Any) -> None:
     message = refusal(build(), build("seed=1", "algorithm.group_size=4"), tiny_tokenizer)
     assert "seed 0 -> 1 (" in message and "algorithm.group_size 8 -> 4 (" in message
