@@ -43,8 +43,9 @@ def train(config: Config) -> dict[str, Any]:
     check_algorithm(config.algorithm)
     checkpoints = CheckpointStore(config.run_dir, keep=config.checkpoint.keep)
     config, state = find_start(config, checkpoints)
-    prompts = load_prompts(config.data.train, config.data, tokenizer, split="train", seed=config.seed)
-    eval_prompts = load_eval_prompts(config, tokenizer)
+    load = partial(load_prompts, config=config.data, tokenizer=tokenizer, seed=config.seed)
+    prompts = load(config.data.train, split="train")
+    eval_prompts = None if config.data.eval is None else load(config.data.eval, split="eval")
     check_rewards(config, prompts, eval_prompts)
     this_run = describe_run(config, tokenizer, data=prompts.fingerprint(), num_steps=config.num_steps)
     run_dir = begin(config, checkpoints, state, this_run)
@@ -53,13 +54,6 @@ def train(config: Config) -> dict[str, Any]:
     once = partial(attempt, tokenizer=tokenizer, prompts=prompts, eval_prompts=held_out, checkpoints=checkpoints)
     with connect(config):
         return keep_trying(config, checkpoints, new_tracker, once)
-
-
-def load_eval_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptSet | None:
-    """The held-out prompts, if data.eval names any."""
-    if config.data.eval is None:
-        return None
-    return load_prompts(config.data.eval, config.data, tokenizer, split="eval", seed=config.seed)
 
 
 def attempt(

@@ -27,10 +27,9 @@ def train_reward(config: RewardTrainingConfig) -> dict[str, Any]:
     tokenizer = load_tokenizer(config.model)
     checkpoints = CheckpointStore(config.run_dir, keep=config.checkpoint.keep)
     config, state = find_start(config, checkpoints)
-    train = load_preferences(config.data.train, config.data, tokenizer, split="train", seed=config.seed)
-    held_out: Sequence[Pair] = []
-    if config.data.eval is not None:
-        held_out = load_preferences(config.data.eval, config.data, tokenizer, split="eval", seed=config.seed).pairs
+    load = partial(load_preferences, config=config.data, tokenizer=tokenizer, seed=config.seed)
+    train = load(config.data.train, split="train")
+    held_out = [] if config.data.eval is None else load(config.data.eval, split="eval").pairs
     num_steps = count_steps(config, train.pairs)
     check_warmup(config, num_steps)
     this_run = describe_run(config, tokenizer, data=train.fingerprint(), num_steps=num_steps)

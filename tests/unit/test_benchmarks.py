@@ -3,9 +3,12 @@
 import json
 import statistics
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks.common import PHASES, TrainRun, python_module
@@ -58,6 +61,26 @@ def test_bench_scaling(tiny_model_dir: Path, tmp_path: Path) -> None:
     assert (pool["part"], pool["rollout_gpus"], pool["sequences"], pool["efficiency"]) == ("separate", 1, 8, 1.0)
     assert overlap["part"] == "overlap" and overlap["async_step_s"] > 0 and overlap["overlap"] > 0
     assert recovery["part"] == "recovery" and recovery["recovery_s"] > recovery["step_s"]
+
+
+PARENT = """
+import subprocess
+from benchmarks.common import python_module
+process = subprocess.Popen(python_module("http.server", "0"))
+print(process.pid, flush=True)
+process.wait()
+"""
+
+
+def test_a_module_ends_with_the_process_that_started_it() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    ends = time.monotonic() + 30
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < ends, "it outlives what started it"
+        time.sleep(0.05)
 
 
 def test_ragged_lengths_have_the_median_and_the_bounds_they_say() -> None:

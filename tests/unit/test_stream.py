@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from random import Random
 
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GROUP = 2
 
 
+@cache
 def config(size: int, *more: str, staleness: int = 0, tries: int = 0) -> Config:
     overrides = [
         f"algorithm.prompts_per_step={size}",
