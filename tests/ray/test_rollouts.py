@@ -121,7 +121,7 @@ def test_what_a_slow_worker_holds_is_done_by_another_and_then_dropped(ray_sessio
     config = tiny_config(*SMALL, "rollout.num_workers=2", "rollout.max_num_seqs=3", "rollout.max_completion_tokens=20")
     with fake_pool(config, notes := []) as pool:
         slow, fast = pool.members()
-        ask_engine(slow, lambda engine: engine.slow_down(1.0))
+        ask_engine(slow, lambda engine: engine.slow_down(2.0))
         ask_engine(fast, lambda engine: engine.slow_down(0.04))
         check(sample(pool, group_size=3), version=1)  # one group at a time for each of the two
         until(lambda: not ask_engine(slow, FakeEngine.running_tokens), 10, "the slow worker being idle")

@@ -199,6 +199,17 @@ def test_calls_run_between_steps(start: Start) -> None:
     assert engine.calls[-4:] == [("step",), ("call",), ("call",), ("step",)]
 
 
+def test_silence_grows_while_a_step_hangs(start: Start) -> None:
+    loop, engine = start()
+    publish(loop, 1)
+    loop.submit([ask("a")])
+    engine.hang()
+    loop.call(lambda _: engine.allow(1))
+    assert engine.hanging.wait(DEADLINE_S)
+    first, second = loop.collect(wait_s=0.01).silent_s, loop.collect(wait_s=0.01).silent_s
+    assert second >= first + 0.01
+
+
 def test_a_call_that_raises_ends_nothing(start: Start) -> None:
     loop, engine = start(tokens=1)
     publish(loop, 1)
