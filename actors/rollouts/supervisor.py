@@ -172,17 +172,10 @@ class Supervisor:
     def call(self, workers: Sequence[Worker], method: str, doing: str) -> dict[int, Any]:
         """Answers by worker id to a method without arguments; workers that fail to answer are replaced."""
         deadline = Deadline(self._timeouts.publish_s, "timeouts.publish_s")
-        calls = {
-            w.id: ActorGroup([self._processes[w.id].member]).call(method, deadline=deadline, doing=doing)
-            for w in workers
-        }
-        answers = {}
-        for worker_id, call in calls.items():
-            try:
-                (answers[worker_id],) = call.result()
-            except RlhfError as error:
-                self.fail(worker_id, error)
-        return answers
+        answers, failed = ActorGroup(self.members(workers)).call(method, deadline=deadline, doing=doing).gather()
+        for member, error in failed.items():
+            self.fail(member.rank, error)
+        return {member.rank: answer for member, answer in answers.items()}
 
     def send(self, requests: Mapping[int, list[Request]]) -> None:
         """Submits requests, by worker id, without waiting. A worker gets all of its own in one call, or its first

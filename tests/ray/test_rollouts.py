@@ -11,11 +11,11 @@ import pytest
 import ray
 
 from actors.control import RunControl
-from actors.group import Member
+from actors.group import Deadline, Member
 from actors.placement import Placement
 from actors.rollouts.factory import WorkerFactory
 from actors.rollouts.pool import RolloutPool
-from actors.weights.publish import Clock, Transfer
+from actors.weights.transports import Transfer
 from rlhf.batch import Prompt, Rollout
 from rlhf.config import Config
 from rlhf.planning.topology import plan_topology
@@ -32,10 +32,10 @@ SMALL = ("learner.num_ranks=1", "algorithm.beta=0")
 class OneBucket:
     """A transport without a learner."""
 
-    def transfer(self, members: Mapping[Member, int], clock: Clock) -> Transfer:
+    def transfer(self, members: Mapping[Member, int], deadline: Deadline) -> Transfer:
         data = np.arange(10, dtype=np.uint8)
         buckets = [((), ray.put(data))]
-        received = {m: ray.get(m.handle.receive.remote(clock.left_s, buckets), timeout=60) for m in members}
+        received = {m: ray.get(m.handle.receive_objects.remote(buckets, deadline.left_s), timeout=60) for m in members}
         return Transfer([int(data.sum())], received, {}, data.nbytes)
 
 
@@ -54,7 +54,7 @@ def fake_pool(config: Config, notes: list[str], *, shares_gpus: bool = False) ->
         stack.callback(pool.close)
         pool.launch()
         pool.await_started()
-        pool.connect(OneBucket())  # type: ignore[arg-type]
+        pool.connect(OneBucket())
         pool.publish(1)
         yield pool
 
