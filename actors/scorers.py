@@ -10,10 +10,10 @@ from actors.group import RankActor
 from rlhf.batch import Rollout, TrainBatch
 from rlhf.config import Config
 from rlhf.models.loading import load_policy, load_scalar
+from rlhf.models.scorer import FrozenScorer
 from rlhf.rewards import MODEL_NAME, RewardFunctions, Scoring, load_reward_functions
 from rlhf.rewards.model import RewardModel
 from rlhf.training.engine import local_rank_device, resolve_dtype
-from rlhf.training.scorer import FrozenScorer
 
 
 class ReferenceActor(RankActor):

@@ -9,7 +9,7 @@ from rlhf.batch import Rollout, last_token_batch
 from rlhf.data.chat import answer_tokens, truncate_tail
 from rlhf.errors import ConfigError, RewardError
 from rlhf.models.packed import ScalarModel
-from rlhf.training.scorer import FrozenScorer
+from rlhf.models.scorer import FrozenScorer
 
 
 class RewardModel:

@@ -13,8 +13,8 @@ from benchmarks.bench_learner import ragged_batch
 from rlhf.config import TimeoutConfig
 from rlhf.errors import RewardError
 from rlhf.models.loading import load_policy
+from rlhf.models.scorer import FrozenScorer
 from rlhf.rewards.model import RewardModel
-from rlhf.training.scorer import FrozenScorer
 from tests.fakes import Done
 
 
