@@ -107,7 +107,7 @@ class CustomFunction:
             wanted = f"return a tensor [{per['token']}], one per token"
             fits = isinstance(stat, Tensor) and _counts(stat, per)
             self.require(fits, f"returned {_shown(stat)} as stat {name!r}; {wanted}")
-            averaged = not str(name).endswith("_max")
+            averaged = not str(name).endswith("_max")  # of those, the engine keeps the largest part
             self.require(averaged, f"returned a stat {name!r}, but stats are averaged over tokens; rename it")
         return {f"loss/{name}": stat for name, stat in stats.items()}
 

@@ -135,9 +135,6 @@ def learner_memory(
     gradient_bytes = 4 if widened else element_bytes
     bucket = 0.0 if stage == 0 or (stage == 1 and widened) else REDUCE_BUCKET_ELEMENTS * element_bytes
     shard = count / ranks if stage > 0 else count
-    # the step turns its shard of the gradients into one float32 tensor, through a flat copy
-    copies = (0 if stage < 3 else 4) if widened else 4 + element_bytes
-    stepping = 0.0 if config.offload_optimizer else copies * min(shard, LIVE_ELEMENTS)
     chunk = config.logits_chunk_tokens
     passing = training_bytes(
         shape,
@@ -152,12 +149,20 @@ def learner_memory(
         weights=count * element_bytes / (ranks if stage == 3 else 1) + gathered,
         gradients=count * gradient_bytes / (ranks if stage >= 2 else 1) + bucket,
         optimizer=0.0 if config.offload_optimizer else 12.0 * shard,
-        training=max(passing, stepping),
+        training=max(passing, _step_bytes(config, shard, widened=widened, element_bytes=element_bytes)),
         scoring=forward_bytes(shape, tokens=tokens, chunk=chunk, lm_head=lm_head, element_bytes=element_bytes),
         other=CONTEXT_BYTES + publish_bytes(config, shape, bucket_bytes=bucket_bytes, element_bytes=element_bytes),
         offloads=offloads,
         float32_gradients=gradient_bytes == 4,
     )
+
+
+def _step_bytes(config: LearnerConfig, shard: float, *, widened: bool, element_bytes: int) -> float:
+    """What an optimiser step copies: its ``shard`` of the gradients into one float32 tensor, through a flat copy."""
+    if config.offload_optimizer:
+        return 0.0
+    copies = (0 if config.zero_stage < 3 else 4) if widened else 4 + element_bytes
+    return copies * min(shard, LIVE_ELEMENTS)
 
 
 def publish_bytes(config: LearnerConfig, shape: ModelShape, *, bucket_bytes: int, element_bytes: int = 2) -> int:
