@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
-from tests.ranks import Ranks
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from tests.ranks import Ranks
 
 QUIET_AND_OFFLINE = {  # read when torch, transformers and vLLM are imported, which nothing above does
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -48,8 +48,10 @@ def tiny_tokenizer(tiny_model_dir: Path) -> "PreTrainedTokenizerBase":
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], Ranks]]:
+def ranks() -> "Iterator[Callable[[int], Ranks]]":
     """Warm ranks, as many as are asked for; see ``Ranks.run``."""
+    from tests.ranks import Ranks
+
     started: dict[int, Ranks] = {}
 
     def warm(num_ranks: int) -> Ranks:

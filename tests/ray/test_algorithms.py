@@ -39,6 +39,7 @@ def test_ppo_raises_the_reward(ray_session, tiny_config) -> None:
     assert (Path(config.run_dir) / "critic" / "config.json").is_file(), "the critic is saved beside the policy"
 
 
+@pytest.mark.long
 def test_rloo_raises_the_reward(ray_session, tiny_config) -> None:
     config = tiny_config("num_steps=18", recipe="rloo_tiny")
     summary = train(config)

@@ -74,6 +74,7 @@ def kill_while_generating(run: RecordedRun) -> None:
     os.kill(actor_pids(run.config.name, "RolloutActor")[0], signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_a_worker_that_hangs_is_replaced(ray_session: None, tiny_config) -> None:
     """One that neither dies nor answers: whether it is to sample or to take new weights, its time is limited."""
     limits = ("timeouts.worker_silence_s=4", "timeouts.publish_s=16")
