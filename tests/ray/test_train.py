@@ -208,7 +208,7 @@ def test_a_dead_rank_is_named_at_once(ray_session, tiny_config) -> None:
     member = group.members[0]
     pid = ray.get(member.handle.__ray_call__.remote(lambda actor: os.getpid()), timeout=30)
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(ActorError, match=r"reward\[0\] on \S+: died while giving rewards"):
+    with pytest.raises(ActorError, match=r"reward\[0\] on \S+: died while computing rewards"):
         reward.score([Rollout(Prompt(0, [5], "x"), 0, [6], np.zeros(1, np.int32), "stop")]).result()
 
 
