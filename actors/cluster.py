@@ -71,7 +71,7 @@ class ActorCluster:
         return self._groups[role]
 
     def peak_memory_gib(self) -> dict[str, dict[str, float]]:
-        """By role, the peak memory of any one of its actors, on the host and on its GPU."""
+        """By role, the highest peak among its actors, on the host and on the GPU."""
         peaks: dict[str, dict[str, float]] = {}
         for role, group in self._groups.items():
             members = group.call("peak_memory_gib", deadline=self._deadline, doing="measuring memory").result()

@@ -29,7 +29,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Deadline:
-    """How long a wait may take, and the config key that sets it. A call starts its own copy of one that has not started."""
+    """How long a wait may take, and the config key that sets it. Each call starts a copy, unless it is running already."""
 
     seconds: float
     key: str

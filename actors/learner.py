@@ -75,9 +75,8 @@ class EngineActor(RankActor):
         if not num_bytes:
             return None
         model = self._config.model
-        AutoConfig.from_pretrained(
-            model.path, trust_remote_code=model.trust_remote_code
-        )  # fetches a hub model's config.json
+        # fetches a hub model's config.json
+        AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         return plan_memory(self._config, num_bytes)
 
     def _decide(self, device: torch.device) -> LearnerConfig:
@@ -184,7 +183,7 @@ class LearnerActor(EngineActor):
         return self._sender.layout
 
     def host_rendezvous(self, timeout_s: float) -> int:
-        """See WeightSender.host_rendezvous; on this node."""
+        """Opens the store on this node; see WeightSender.host_rendezvous."""
         return self._sender.host_rendezvous(self.node(), timeout_s)
 
     def join_weights(self, route: str, rendezvous: Rendezvous, timeout_s: float) -> dict[str, bytes]:

@@ -63,7 +63,7 @@ class RolloutPool:
         shares_gpus: bool,
         note: Callable[[str], None],
     ) -> None:
-        """``shares_gpus``: the workers sleep while the learner works. ``note`` reports their fate to the user."""
+        """``shares_gpus``: the workers sleep while the learner works. ``note`` reports what happens to them."""
         self._supervisor = Supervisor(config, factory, note)
         self._scheduler = self._supervisor.scheduler
         self._control, self._note, self._timeouts = control, note, config.timeouts

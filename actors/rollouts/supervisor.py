@@ -90,7 +90,7 @@ class Supervisor:
             self._end(worker_id)
         if not asleep:
             self._replace_silent()
-        order = {State.STARTING: 0, State.SYNCING: 1, State.LIVE: 2}  # drains first what does not serve yet
+        order = {State.STARTING: 0, State.SYNCING: 1, State.LIVE: 2}  # those not yet serving go first
         for kind, target in self.targets.items():
             active = self.scheduler.active(kind)
             if not asleep and time.monotonic() >= self._backoff_until:
