@@ -16,7 +16,7 @@ help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
 	@echo "for example: make train ARGS='num_steps=5 rollout.num_workers=2'"
 
-setup: ## Make .venv, once (3 minutes); takes the CUDA builds where nvidia-smi finds a GPU
+setup: ## Make .venv, once (3 minutes); uses the CUDA builds if nvidia-smi finds a GPU
 	@jobs/setup.sh
 
 train: setup models/$(MODEL)/rlhf_prepare.json ## Train CONFIG (conf/grpo_smollm2.yaml); ARGS='key=value ...' overrides it
@@ -26,10 +26,10 @@ models/%/rlhf_prepare.json: | setup
 	@echo "prepare: making models/$*"
 	@TQDM_DISABLE=1 $(BIN)/rlhf prepare $* models/$*
 
-test: setup ## Run the tests that need no GPU (15 to 25 minutes); ARGS='-k name' chooses
+test: setup ## Run the tests that need no GPU (15 to 25 minutes); ARGS='-k name' selects some
 	@env -u RAY_ADDRESS OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m "not (gpu or long or slow or chaos)" $(ARGS)
 
-test-long: setup ## Run those that are whole runs more (ten minutes); CI runs both
+test-long: setup ## Run the tests that are whole runs (ten minutes); CI runs both
 	@env -u RAY_ADDRESS OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m long $(ARGS)
 
 chaos: setup ## Kill 50 rollout workers of a run at random moments (a quarter of an hour)

@@ -134,7 +134,7 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(tiny_model_dir: Pa
         process.kill()
     assert process.returncode == 130, output
     assert "stopping at the end of this step" in output
-    assert "goes on from there" in output
+    assert "resumes from there" in output
     done = lines(metrics)[-1]["step"]
     assert (tmp_path / "checkpoints" / f"step-{done:06d}" / "driver.json").is_file()
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
