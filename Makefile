@@ -16,7 +16,7 @@ help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
 	@echo "for example: make train ARGS='num_steps=5 rollout.num_workers=2'"
 
-setup: ## Make .venv, once (3 minutes); takes the CUDA builds where nvidia-smi finds a GPU
+setup: ## Make .venv, once (3 minutes); uses the CUDA builds if nvidia-smi finds a GPU
 	@jobs/setup.sh
 
 train: setup models/$(MODEL)/rlhf_prepare.json ## Train CONFIG (conf/grpo_smollm2.yaml); ARGS='key=value ...' overrides it

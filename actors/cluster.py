@@ -1,4 +1,4 @@
-"""From a configuration to live roles: places every actor, starts them side by side, and ends them."""
+"""From a configuration to live roles: places all actors, starts them in parallel and shuts them down."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -29,9 +29,9 @@ from rlhf.roles import Roles
 
 
 class ActorCluster:
-    """All actors of one run. Use as a context manager: leaving it kills them and gives their bundles back.
+    """All actors of one run. Use as a context manager: leaving it kills them and releases their bundles.
 
-    Subclasses say which actors there are.
+    Subclasses decide which actors there are.
     """
 
     def __init__(self, config: Any) -> None:
@@ -71,7 +71,7 @@ class ActorCluster:
         return self._groups[role]
 
     def peak_memory_gib(self) -> dict[str, dict[str, float]]:
-        """For each role the most that one of its actors has held, on the host and on its GPU."""
+        """By role, the highest peak among its actors, on the host and on the GPU."""
         peaks: dict[str, dict[str, float]] = {}
         for role, group in self._groups.items():
             members = group.call("peak_memory_gib", deadline=self._deadline, doing="measuring memory").result()
@@ -99,7 +99,7 @@ class ActorCluster:
         self._groups |= {role: call.result() for role, call in created.items()}
 
     def _start_roles(self) -> None:
-        """Starts all roles side by side: start-up is imports and loading."""
+        """Starts all roles in parallel: start-up time is imports and loading."""
         calls = [self._start(role) for role in self._groups]
         for call in calls:
             call.result()
@@ -118,10 +118,10 @@ class Cluster(ActorCluster):
     """The actors of reinforcement learning: policy and critic, the models that score, rewards, and the rollout pool."""
 
     def __init__(self, config: Config, note: Callable[[str], None] = print) -> None:
-        """``note`` tells the user what happens to rollout workers."""
+        """``note`` reports to the user what happens to rollout workers."""
         super().__init__(config)
         self._note = note
-        self._devices: dict[tuple[str, tuple[int, ...]], str] = {}  # by group and bundles, of engines that span GPUs
+        self._devices: dict[tuple[str, tuple[int, ...]], str] = {}  # of engines that span GPUs, by group and bundles
 
     def _env(self, role: str, slot: Slot) -> dict[str, str]:
         env = super()._env(role, slot)
@@ -142,7 +142,7 @@ class Cluster(ActorCluster):
         self._pool.connect(make_transport(self._groups["learner"], route))
 
     def _create_all(self) -> dict[str, Call[ActorGroup]]:
-        """Every role's processes but the pool's, on their way."""
+        """Creates the processes of every role but the pool, without waiting for them."""
         config, roles = self._config, self.topology.slots
         learners = {"learner": LearnerActor, "critic": CriticActor}
         scorers = {"reference": ReferenceActor, "reward_model": RewardModelActor, "reward": RewardActor}
@@ -150,7 +150,7 @@ class Cluster(ActorCluster):
         return created | {r: self._create(r, a, lambda i, n: (config,)) for r, a in scorers.items() if r in roles}
 
     def _start_shared(self, created: Mapping[str, Call[ActorGroup]]) -> None:
-        """vLLM sizes its KV cache from the memory it finds free: it goes first, and sleeps before others load."""
+        """vLLM sizes its KV cache from free memory, so it starts first and sleeps before the others load."""
         self._locate(created)  # a worker that spans GPUs uses those that Ray gave to learner ranks
         self._check_memory()
         self._pool.launch()
@@ -159,7 +159,7 @@ class Cluster(ActorCluster):
         self._start_roles()
 
     def _start_separate(self, created: Mapping[str, Call[ActorGroup]]) -> None:
-        """All at once."""
+        """Starts everything at once."""
         self._pool.launch()
         self._locate(created)
         if self.device == "gpu":
@@ -168,7 +168,7 @@ class Cluster(ActorCluster):
         self._pool.await_started()
 
     def _check_memory(self) -> None:
-        """Tells what the learners decide from their GPU's memory. Raises ConfigError where the run will not fit it."""
+        """Reports what the learners decide from their GPU's memory. Raises ConfigError if the run will not fit."""
         for role in ("learner", "critic"):
             if role in self._groups:
                 checked = self._groups[role].call("check_memory", deadline=self._deadline, doing="planning memory")
@@ -187,18 +187,18 @@ class Cluster(ActorCluster):
         return pool
 
     def group(self, role: str) -> ActorGroup:
-        """The actors of a role; of rollout workers those that are up now."""
+        """The actors of a role; for rollouts, the workers running now."""
         return ActorGroup(self._pool.members()) if role == "rollout" else super().group(role)
 
     def peak_memory_gib(self) -> dict[str, dict[str, float]]:
-        """As of any actors; a rollout worker that fails to answer is left out."""
+        """Same as the base class, plus rollout workers; one that fails to answer is left out."""
         peaks = super().peak_memory_gib()
         if members := self._pool.ask("peak_memory_gib", "measuring memory"):
             peaks["rollout"] = {kind: max(member[kind] for member in members) for kind in members[0]}
         return peaks
 
     def device_names(self) -> dict[str, str]:
-        """torch's name of what the first learner rank and the first rollout worker run on: a GPU's, or 'cpu'."""
+        """The device of the first learner rank and of the first rollout worker: torch's name for a GPU, or 'cpu'."""
         firsts = {role: ActorGroup(self.group(role).members[:1]) for role in ("learner", "rollout")}
         calls = {
             role: first.call("device_name", deadline=self._deadline, doing="naming its device")
@@ -211,15 +211,15 @@ class Cluster(ActorCluster):
         return self.device == "gpu" and self._config.placement.colocated
 
     def _devices_of(self, slot: Slot) -> str:
-        """The GPUs of the learner ranks that a tensor-parallel worker shares, as their node counts them."""
-        if (slot.group, slot.spans) not in self._devices:  # asked once: a worker is replaced while learners are busy
+        """The GPUs of the learner ranks that a tensor-parallel worker shares, as their node numbers them."""
+        if (slot.group, slot.spans) not in self._devices:  # cached: learners may be busy when a worker is replaced
             places = zip(self._groups["learner"].members, self.topology.slots["learner"], strict=True)
             at = {(place.group, place.bundle): member for member, place in places}
             members = [at[slot.group, bundle] for bundle in slot.spans]
             if len({member.node for member in members}) > 1:
                 raise PlacementError(
                     f"rollout.tensor_parallel_size={len(members)}: an engine would span "
-                    f"{', '.join(map(str, members))}; its GPUs must be on one node, so use a smaller one"
+                    f"{', '.join(map(str, members))}; its GPUs must be on one node, so use a smaller value"
                 )
             ranks = ActorGroup(members).call("visible_devices", deadline=self._deadline, doing="naming its GPU")
             self._devices[slot.group, slot.spans] = ",".join(ranks.result())

@@ -1,4 +1,4 @@
-"""Joining a Ray cluster, or starting one of this machine's own; and what devices it has."""
+"""Joins a Ray cluster or starts a local one, and finds out which devices there are."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from rlhf.config import Config
 from rlhf.planning.topology import Device, plan_topology
 from rlhf.reward_config import RewardTrainingConfig
 
-SPARE_CPUS = 16  # of a local cluster, for rollout workers that are added while a run is under way
+SPARE_CPUS = 16  # extra logical CPUs of a local cluster, for rollout workers added during a run
 
 
 @contextlib.contextmanager
@@ -20,7 +20,7 @@ def connect(config: Config | RewardTrainingConfig) -> Iterator[None]:
     """Joins the cluster at ``ray.address`` or $RAY_ADDRESS, or starts a local one that ends with the run."""
     address = config.ray.address or os.environ.get("RAY_ADDRESS")
     if ray.is_initialized():
-        yield  # the caller's cluster, the caller's to end
+        yield  # the caller's cluster: the caller shuts it down
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
@@ -30,8 +30,8 @@ def connect(config: Config | RewardTrainingConfig) -> Iterator[None]:
         device: Device = "gpu" if has_local_gpu() and config.placement.device != "cpu" else "cpu"
         needed = plan_topology(config, device).totals()
         ray.init(
-            address="local",  # whatever else runs on this machine
-            # logical: roles take turns on the real ones; some to spare, for `rlhf scale`
+            address="local",  # a new one, even if another cluster runs on this machine
+            # logical CPUs: roles take turns on the real ones
             num_cpus=max(os.cpu_count() or 1, int(needed["CPU"]) + 1 + SPARE_CPUS),
             include_dashboard=False,
             object_store_memory=config.ray.object_store_mib << 20,
@@ -49,7 +49,7 @@ def has_local_gpu() -> bool:
 
 
 def resolve_device(config: Config | RewardTrainingConfig) -> Device:
-    """placement.device, or what the cluster has."""
+    """``placement.device``; 'auto' becomes 'gpu' if the cluster has one."""
     if config.placement.device != "auto":
         return config.placement.device
     return "gpu" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"

@@ -1,4 +1,4 @@
-"""How a run is reached from outside: a named actor that takes wishes and shows the pool's state."""
+"""How other processes reach a run: a named actor that takes scaling requests and shows the pool's state."""
 
 import time
 from collections.abc import Callable
@@ -18,7 +18,7 @@ def control_name(run: str) -> str:
 
 
 class ControlActor:
-    """A mailbox: `rlhf scale` puts wishes in, the run's pool takes them out and leaves its state."""
+    """A mailbox: `rlhf scale` leaves requests; the run's pool collects them and leaves its state."""
 
     def __init__(self, wanted: dict[str, int]) -> None:
         self._wanted, self._changed = dict(wanted), False
@@ -31,7 +31,7 @@ class ControlActor:
         self._wanted[kind], self._changed = num_workers, True
 
     def exchange(self, status: list[dict[str, Any]], wanted: dict[str, int]) -> dict[str, int]:
-        """The pool's side: leaves its state and what it wants by itself; takes what it has been asked for."""
+        """The pool's side: leaves its state and its own targets; returns what was requested since the last call."""
         self._status = status
         asked, self._changed = (dict(self._wanted) if self._changed else {}), False
         self._wanted = wanted | asked
@@ -43,21 +43,21 @@ class ControlActor:
 
 
 class RunControl:
-    """The run's end of the mailbox. Raises ConfigError where a run of this name is on the cluster already."""
+    """The run's end of the mailbox. Raises ConfigError if a run of this name is already on the cluster."""
 
     def __init__(self, run: str, wanted: dict[str, int]) -> None:
-        # beside the driver, with which it lives and dies: other nodes may leave
+        # on the driver's node, so that they live and die together: other nodes may leave
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options: dict[str, Any] = {"name": control_name(run), "namespace": NAMESPACE, "num_cpus": 0}
         try:
             self._actor = ray.remote(ControlActor).options(**options, scheduling_strategy=here).remote(wanted)
         except ValueError as error:
-            raise ConfigError(f"name={run}: a run of that name is on this cluster already; choose another") from error
+            raise ConfigError(f"name={run}: a run of that name is already on this cluster; choose another") from error
         self._exchange: ray.ObjectRef | None = None
         self._exchanged_s = 0.0
 
     def poll(self, status: Callable[[], list[dict[str, Any]]], wanted: dict[str, int]) -> dict[str, int]:
-        """Workers asked for by kind, if any. Never waits; talks to the actor now and then."""
+        """Requested workers by kind, if any. Never waits; contacts the actor every EXCHANGE_EVERY_S."""
         asked: dict[str, int] = {}
         if self._exchange is not None and ray.wait([self._exchange], timeout=0)[0]:
             asked, self._exchange = ray.get(self._exchange), None

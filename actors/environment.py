@@ -18,7 +18,7 @@ QUIET = {
 
 
 def actor_env(run: str, role: str, device: Device, num_cpus: float) -> dict[str, str]:
-    """Quiet libraries, a share of CPU threads, and on CPU no device at all."""
+    """Quiet libraries, a share of CPU threads and, on CPU, no visible GPU."""
     path = os.pathsep.join([str(PROJECT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = QUIET | {"RLHF_RUN": run, "PYTHONPATH": path, "OMP_NUM_THREADS": str(max(1, int(num_cpus)))}
     if device == "cpu":
@@ -28,9 +28,9 @@ def actor_env(run: str, role: str, device: Device, num_cpus: float) -> dict[str,
 
 def gpu_env(role: str, num_cpus: float) -> dict[str, str]:
     """What an actor on a GPU needs in its environment before torch is imported."""
-    # torch.compile's default is a pool of worker processes as wide as the machine; vLLM needs those cores.
+    # By default torch.compile starts about one worker process per core; vLLM needs those cores.
     env = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, int(num_cpus)))}
     if role != "rollout":
-        # Fewer holes between blocks of ragged sizes. Not for engines: vLLM's memory pool for sleeping does not bear it.
+        # Less fragmentation from blocks of ragged sizes. Not for engines: vLLM's sleep mode does not support it.
         env["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return env

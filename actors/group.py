@@ -29,38 +29,38 @@ class Member:
 
 @dataclass(frozen=True)
 class Deadline:
-    """How long a wait may take, and the config key that says so. Each call starts its own, unless it runs already."""
+    """How long a wait may take, and the config key that sets it. Each call starts a copy, unless it is running already."""
 
     seconds: float
     key: str
     ends: float | None = None  # time.monotonic(); None: not started
 
     def start(self) -> "Deadline":
-        """The same, running from now on; itself if it runs already."""
+        """A copy that counts from now; itself if it has already started."""
         return self if self.ends is not None else Deadline(self.seconds, self.key, time.monotonic() + self.seconds)
 
     def half(self) -> "Deadline":
-        """Runs out when half of the time left is gone: a wait for workers leaves the others time if one is late."""
+        """Expires when half of the time left is gone, so that one late worker leaves time for the others."""
         return Deadline(self.left_s / 2, self.key).start()
 
     @property
     def left_s(self) -> float:
-        assert self.ends is not None, "a deadline has to be started"
+        assert self.ends is not None, "the deadline has not started"
         return max(0.0, self.ends - time.monotonic())
 
 
 class Call(Generic[T]):
     """One call in flight on each of several members.
 
-    ``result`` is for callers that need every answer: it raises the first failure. ``gather`` is for those that can go
-    on without some members: it returns the answers and the failures. ``wait``, ``answers`` and ``failed`` are for those
-    with rules of their own.
+    ``result`` is for callers that need every answer: it raises the first failure. ``gather`` is for those that can do
+    without some members: it returns the answers and the failures. ``wait``, ``answers`` and ``failed`` are for those
+    with their own rules.
     """
 
     def __init__(
         self, refs: Sequence[tuple[Member, Any]], doing: str, deadline: Deadline, fold: Callable[[list[Any]], T]
     ) -> None:
-        """``fold`` makes the result of all members' answers, which are in the order of ``refs``."""
+        """``fold`` turns all members' answers, in the order of ``refs``, into the result."""
         self._members = [member for member, _ in refs]
         self._pending = {ref: member for member, ref in refs}
         self._doing, self._deadline, self._fold = doing, deadline.start(), fold
@@ -81,13 +81,13 @@ class Call(Generic[T]):
         return self._fold([self.answers[member] for member in self._members])
 
     def gather(self) -> tuple[dict[Member, Any], dict[Member, RlhfError]]:
-        """Waits for every member: (the answers, and the errors of the others, late ones included)."""
+        """Waits for every member; returns the answers, and the errors of those that failed or are late."""
         self.wait()
         self.give_up()
         return self.answers, self.failed
 
     def wait(self, timeout_s: float | None = None, *, until_failure: bool = False) -> bool:
-        """Waits for all to end, at most to the deadline, or for ``timeout_s``. Returns whether all have answered."""
+        """Waits for all to end, until the deadline or for ``timeout_s``. Returns whether all have answered."""
         ends = time.monotonic() + (self._deadline.left_s if timeout_s is None else timeout_s)
         while self._pending and not (until_failure and self.failed):
             ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=max(0.0, ends - time.monotonic()))
@@ -101,12 +101,12 @@ class Call(Generic[T]):
         return not self._pending and not self.failed
 
     def give_up(self) -> None:
-        """Counts those that have not ended as failed."""
+        """Counts members that have not answered as failed."""
         self.failed |= {member: self._late([member]) for member in self._pending.values()}
         self._pending.clear()
 
     def __or__(self, other: "Call[Any]") -> "Call[T]":
-        """Both in flight as one, under this one's deadline."""
+        """Both calls as one, under this one's deadline."""
         both = Call([], self._doing, self._deadline, self._fold)
         both._members = [*self._members, *other._members]
         both._pending = self._pending | other._pending
@@ -121,7 +121,7 @@ class Call(Generic[T]):
 
 
 def fetch(ref: Any, member: Member, doing: str, timeout_s: float = 60.0) -> Any:
-    """The value of a finished call. Our own errors pass through; others become ActorError with who, where, what."""
+    """The value of a finished call. Our own errors pass through; others become ActorError with who, where and what."""
     try:
         return ray.get(ref, timeout=timeout_s)
     except RayTaskError as error:
@@ -129,7 +129,7 @@ def fetch(ref: Any, member: Member, doing: str, timeout_s: float = 60.0) -> Any:
         if isinstance(cause, RlhfError):
             raise cause from None
         summary = " ".join(str(cause).split())[:500]
-        trace = str(error)  # the traceback of the process it happened in
+        trace = str(error)  # the traceback from the process that raised it
         raise ActorError(f"{member}: {doing} raised {type(cause).__name__}: {summary}\n{trace}") from None
     except GetTimeoutError:
         raise DeadlineError(f"{member}: the result of {doing} did not arrive within {timeout_s:g} s") from None
@@ -151,7 +151,7 @@ class ActorGroup:
 
     @classmethod
     def locate(cls, role: str, handles: Sequence[Any], deadline: Deadline) -> "Call[ActorGroup]":
-        """Asks every actor where it is; the group is there once all have answered."""
+        """Asks every actor for its node; the result is the group."""
         unplaced = [Member(handle, role, rank, "?") for rank, handle in enumerate(handles)]
         return cls(unplaced).call(
             "node",
@@ -168,7 +168,7 @@ class ActorGroup:
         doing: str,
         fold: Callable[[list[Any]], Any] = lambda answers: answers,
     ) -> Call[Any]:
-        """``method(*args)`` on every rank. Arguments are stored once and shared."""
+        """``method(*args)`` on every rank. Large arguments are stored once and shared."""
         stored = tuple(ray.put(arg) if _is_large(arg) else arg for arg in args)
         every = [stored] * len(self.members)
         return self.call_each(method, every, deadline=deadline, doing=doing, fold=fold)
@@ -190,7 +190,7 @@ class ActorGroup:
         return Call(refs, doing, deadline, fold)
 
     def rotated(self, turn: int) -> "ActorGroup":
-        """The same members, another one first."""
+        """The same members, starting with another one."""
         start = turn % len(self.members)
         return ActorGroup([*self.members[start:], *self.members[:start]])
 
@@ -204,9 +204,9 @@ def _is_large(arg: Any) -> bool:
 
 
 class RankActor:
-    """What every actor of ours can say about itself."""
+    """What each of our actors can report about itself."""
 
-    concurrent_calls: ClassVar[int] = 1  # of one actor; more than one makes it threaded
+    concurrent_calls: ClassVar[int] = 1  # per actor; more than one makes it threaded
 
     def node(self) -> str:
         """The IP address of the node it runs on."""
@@ -232,7 +232,7 @@ class RankActor:
         return peak
 
     def device_name(self) -> str:
-        """torch's name of its GPU, or 'cpu'."""
+        """torch's name for its GPU, or 'cpu'."""
         import torch
 
         return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"

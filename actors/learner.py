@@ -1,4 +1,4 @@
-"""Ray actors of everything under DeepSpeed: policy learner and critic. One rank each, one device each."""
+"""Ray actors for the models under DeepSpeed: policy learner and critic. Each is one rank with one device."""
 
 import os
 from dataclasses import replace
@@ -24,12 +24,12 @@ from rlhf.training.weights import Layout
 
 
 class EngineActor(RankActor):
-    """One rank of a model that learns. ``start`` joins the ranks; until then it only knows its number."""
+    """One rank of a model in training. ``start`` connects the ranks; until then it knows only its number."""
 
     ROLE = "learner"  # its section of the configuration
 
     def __init__(self, config: Any, rank: int, num_ranks: int) -> None:
-        """``config``: Config, or another that has ``seed``, ``model`` and ``timeouts``."""
+        """``config``: Config or RewardTrainingConfig."""
         self._config, self._rank, self._num_ranks = config, rank, num_ranks
         self._learner: Any = None
 
@@ -61,9 +61,9 @@ class EngineActor(RankActor):
         self._rest()
 
     def check_memory(self) -> str | None:
-        """What the memory of this rank's GPU decides, in a line; None where nothing can be predicted.
+        """One line on what this rank's GPU memory decides; None if nothing can be predicted.
 
-        Raises ConfigError where the run will not fit it. Loads nothing.
+        Raises ConfigError if the run will not fit. Loads nothing.
         """
         plan = self._plan(device_bytes(local_rank_device()))
         if plan is None:
@@ -75,13 +75,14 @@ class EngineActor(RankActor):
         if not num_bytes:
             return None
         model = self._config.model
-        AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)  # fetches a hub model's
+        # fetches a hub model's config.json
+        AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         return plan_memory(self._config, num_bytes)
 
     def _decide(self, device: torch.device) -> LearnerConfig:
-        """The settings, with what they leave open decided alike on all ranks, from the smallest GPU among them.
+        """The settings with open choices made, identically on all ranks, for the smallest GPU among them.
 
-        Raises ConfigError where the run will not fit it.
+        Raises ConfigError if the run will not fit it.
         """
         smallest = torch.tensor(device_bytes(device), dtype=torch.float64, device=device)
         dist.all_reduce(smallest, dist.ReduceOp.MIN)
@@ -89,14 +90,14 @@ class EngineActor(RankActor):
         if (plan := self._plan(float(smallest))) is not None:
             plan.check(self.ROLE)
             settings = plan.settings(self.ROLE)
-        else:  # the CPU, or a GPU and an unknown model: be safe
+        else:  # CPU, or a GPU and a model of unknown shape: be safe
             checkpointing, float32 = settings.gradient_checkpointing, settings.float32_gradients
             settings = replace(
                 settings,
                 gradient_checkpointing=self._on_gpu if checkpointing is None else checkpointing,
                 float32_gradients=not self._on_gpu and settings.can_sum_in_float32 if float32 is None else float32,
             )
-        # nodes may know a hub model's shape or not: then what takes less memory
+        # some nodes may not know a hub model's shape: the choice that takes less memory wins
         frugal = settings.gradient_checkpointing, settings.offload_when_idle is True, not settings.float32_gradients
         choices = torch.tensor(frugal, device=device).int()
         dist.all_reduce(choices, dist.ReduceOp.MAX)
@@ -109,7 +110,7 @@ class EngineActor(RankActor):
         )
 
     def _rest(self) -> None:
-        """Leaves the GPU to those who share it: parks the optimiser's state if it must, and empties torch's cache."""
+        """Frees memory for others on the GPU: parks the optimiser state if required and empties torch's cache."""
         if self._on_gpu and self._decided.offload_when_idle:
             self._learner.engine.park_optimizer()
         if self._on_gpu and self._config.placement.colocated:
@@ -156,9 +157,7 @@ class LearnerActor(EngineActor):
 
     def _total_steps(self) -> int:
         config = self._config
-        waiting = (
-            config.critic.warmup_steps if config.uses_critic else 0
-        )  # training steps in which only the critic learns
+        waiting = config.critic.warmup_steps if config.uses_critic else 0  # only the critic learns in these steps
         return (config.num_steps - waiting) * config.algorithm.steps_per_update
 
     def _load(self, dtype: torch.dtype) -> PackedModel:
@@ -184,7 +183,7 @@ class LearnerActor(EngineActor):
         return self._sender.layout
 
     def host_rendezvous(self, timeout_s: float) -> int:
-        """As WeightSender's, on this node."""
+        """Opens the store on this node; see WeightSender.host_rendezvous."""
         return self._sender.host_rendezvous(self.node(), timeout_s)
 
     def join_weights(self, route: str, rendezvous: Rendezvous, timeout_s: float) -> dict[str, bytes]:

@@ -18,7 +18,7 @@ def _describe(bundle: Mapping[str, float]) -> str:
 
 
 def cluster_nodes() -> list[Bundle]:
-    """CPU and GPU of every live node."""
+    """The CPUs and GPUs of every live node."""
     return [
         {r: node["Resources"].get(r, 0.0) for r in ("CPU", "GPU") if node["Resources"].get(r)}
         for node in ray.nodes()
@@ -27,10 +27,10 @@ def cluster_nodes() -> list[Bundle]:
 
 
 class Placement:
-    """The placement groups of one run; a context manager that gives them back."""
+    """The placement groups of one run; a context manager that releases them."""
 
     def __init__(self, topology: Topology, *, timeout_s: float) -> None:
-        """Asks for every group. Raises PlacementError at the deadline: what was asked, and what the cluster has."""
+        """Requests every group. Raises PlacementError at the deadline, with what was requested and what there is."""
         self.topology = topology
         self._groups: dict[str, PlacementGroup] = {}
         deadline = time.monotonic() + timeout_s
@@ -44,7 +44,7 @@ class Placement:
             raise
 
     def add(self, spec: GroupSpec) -> None:
-        """Asks for one group, without waiting."""
+        """Requests one group without waiting."""
         self._groups[spec.name] = placement_group(list(spec.bundles), strategy=spec.strategy)
 
     def _await(self, spec: GroupSpec, deadline: float, timeout_s: float) -> None:
@@ -55,7 +55,7 @@ class Placement:
         raise PlacementError(
             f"placement: {len(spec.bundles)} bundle(s) of [{_describe(spec.bundles[0])}] for {spec.name} "
             f"({spec.strategy}) were not granted within placement.timeout_s={timeout_s:g}; the run asks for "
-            f"[{_describe(self.topology.totals())}] in all, the cluster's nodes have [{nodes}], of which "
+            f"[{_describe(self.topology.totals())}] in total, the cluster's nodes have [{nodes}], of which "
             f"[{_describe(free)}] is free; lower num_ranks, num_workers or tensor_parallel_size, use "
             "placement.mode=colocate, or add nodes"
         )
@@ -79,7 +79,7 @@ class Placement:
         return self._groups[name].wait(0)
 
     def release(self, name: str) -> None:
-        """Gives one group back; actors in it are killed by Ray."""
+        """Releases one group; Ray kills the actors in it."""
         remove_placement_group(self._groups.pop(name))
 
     def release_all(self) -> None:

@@ -14,11 +14,11 @@ from rlhf.rewards.total import Scores
 
 T = TypeVar("T")
 Given = dict[str, list[float]]
-"""What one actor says of a group of completions: a list of scores by the name of a reward function or model."""
+"""One actor's scores for a group of completions: a list for each reward function or model, by name."""
 
 
 class LearnerGroup:
-    """The ranks of a model that learns; every call is collective over them."""
+    """The ranks of a model in training; every call is collective over them."""
 
     def __init__(self, group: ActorGroup, timeouts: TimeoutConfig) -> None:
         self._group, self._timeouts = group, timeouts
@@ -58,8 +58,8 @@ class LearnerGroup:
 
 
 class Replicas:
-    """Actors of which each can do the whole work; a call's items are divided among them. They take turns, for many a
-    call brings a single item."""
+    """Interchangeable actors; a call's items are divided among them. They take turns, because many calls bring a
+    single item."""
 
     def __init__(self, group: ActorGroup, timeouts: TimeoutConfig, doing: str) -> None:
         self._group, self._doing, self._turn = group, doing, 0
@@ -84,13 +84,13 @@ class Replicas:
 
 
 def divide(items: Sequence[Any], count: int) -> list[Sequence[Any]]:
-    """At most ``count`` contiguous stretches of about the same length; none is empty."""
+    """At most ``count`` contiguous slices of about equal length; none is empty."""
     bounds = [round(i * len(items) / count) for i in range(count + 1)]
     return [items[a:b] for a, b in pairwise(bounds) if b > a]
 
 
 class RewardGroup:
-    """Reward-function workers and reward-model replicas; each of them sees every completion."""
+    """Reward-function workers and reward-model replicas; both see every completion."""
 
     def __init__(
         self,
@@ -99,8 +99,8 @@ class RewardGroup:
         weights: dict[str, float],
         timeouts: TimeoutConfig,
     ) -> None:
-        """``weights``: of every reward function and model in the sum, by name."""
-        self._scorers = [Replicas(g, timeouts, "giving rewards") for g in (functions, models) if g is not None]
+        """``weights``: the weight of every reward function and model in the sum, by name."""
+        self._scorers = [Replicas(g, timeouts, "computing rewards") for g in (functions, models) if g is not None]
         self._weights = weights
 
     def score_groups(self, groups: Sequence[Sequence[Rollout]]) -> "JointCall[list[Scores]]":
@@ -120,12 +120,12 @@ class RewardGroup:
         return JointCall([scorer.score(divide(rollouts, scorer.count)) for scorer in self._scorers], fold)
 
     def _scores(self, given: Sequence[Given]) -> Scores:
-        """What functions and models, one after the other, say of the same completions."""
+        """Combines what functions and models gave the same completions."""
         return Scores({name: scores for one in given for name, scores in one.items()}, self._weights)
 
 
 def concat(parts: Sequence[Given]) -> Given:
-    """What one scorer's replicas say of their shares, in order."""
+    """Joins what one scorer's replicas gave their shares, in order."""
     return {name: list(chain.from_iterable(part[name] for part in parts)) for name in parts[0]}
 
 

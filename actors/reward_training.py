@@ -13,7 +13,7 @@ from rlhf.training.reward_learner import RewardLearner
 
 
 class RewardLearnerActor(EngineActor):
-    """One rank of a reward model that learns."""
+    """One rank of a reward model in training."""
 
     def __init__(
         self, config: RewardTrainingConfig, rank: int, num_ranks: int, total_steps: int, pad_token_id: int | None
@@ -42,7 +42,7 @@ class RewardLearnerActor(EngineActor):
 
 
 class RewardTrainingCluster(ActorCluster):
-    """The ranks of one reward-model training run, and nobody else."""
+    """The ranks of one reward-model training run; there are no other actors."""
 
     def __init__(self, config: RewardTrainingConfig, *, total_steps: int, pad_token_id: int | None) -> None:
         super().__init__(config)

@@ -63,7 +63,7 @@ class RewardModelActor(RankActor):
         self._decoder = AutoTokenizer.from_pretrained(self._config.model.path)
         self._on_shared_gpu = shares_gpu(self._config, device)
         key = "reward.model.path"
-        torch.manual_seed(self._config.seed)  # a random head is the same in every replica
+        torch.manual_seed(self._config.seed)  # makes a random head the same in every replica
         model = load_scalar(
             settings.path,
             dtype=resolve_dtype(self._config.model.dtype, device),
@@ -90,12 +90,12 @@ class RewardModelActor(RankActor):
 
 
 def shares_gpu(config: Config, device: torch.device) -> bool:
-    """Whether this process leaves torch's cached memory to others when it has done its work."""
+    """Whether this process must empty torch's cache after each piece of work."""
     return device.type == "cuda" and config.placement.colocated
 
 
 class RewardActor(RankActor):
-    """Runs all reward functions on its share of the groups, sync ones in a process beside it.
+    """Runs all reward functions on its share of the groups, sync ones in a separate process.
 
     Threaded: calls overlap where functions are async.
     """
@@ -115,8 +115,8 @@ class RewardActor(RankActor):
         self._functions.start()
 
     def score(self, groups: Sequence[Sequence[Rollout]]) -> list[dict[str, list[float]]]:
-        under_way = [self._submit(group) for group in groups]
-        return [scoring.result() for scoring in under_way]
+        in_flight = [self._submit(group) for group in groups]
+        return [scoring.result() for scoring in in_flight]
 
     def _submit(self, group: Sequence[Rollout]) -> Scoring:
         texts = decode(self._decoder, group) if self._functions.needs_text else None

@@ -61,8 +61,8 @@ def ragged_batch(num_sequences: int, prompt_tokens: int, median: int, longest: i
 
 
 def measure(model: str, batch: TrainBatch, variant: dict[str, Any], repeats: int, longest: int) -> dict[str, float]:
-    """Seconds of an update after one warm-up, and what follows from them. For a process of its own: DeepSpeed's engines
-    outlive their use, and their memory would count for the next one."""
+    """Seconds per update after one warm-up, and figures derived from them. Call it in a fresh process: DeepSpeed's
+    engines outlive their use, and their memory would count towards the next variant's."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777"}
     device = local_rank_device()

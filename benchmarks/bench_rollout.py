@@ -1,11 +1,11 @@
-"""Tokens per second of the rollout engine loop without Ray, one row per variant, each in processes of its own.
+"""Tokens per second of the rollout engine loop without Ray, one row per variant, each in its own processes.
 
 python -m benchmarks.bench_rollout MODEL_DIR [KEY=VALUE ...] [--variant NAME KEY=VALUE ...] ... [--out result.json]
 python -m benchmarks.bench_rollout MODEL_DIR workers=1 --variant plain --variant two workers=2 \\
     --variant logprobs logprobs=true --variant sync engine_args.async_scheduling=false --variant v1 env.VLLM_FLAG=1
 python -m benchmarks.bench_rollout --tiny MODEL_DIR          # under a minute on a CPU; what the test runs
 
-The keys are the fields of ``Variant``; those before the first ``--variant`` hold for all of them.
+The keys are the fields of ``Variant``; those before the first ``--variant`` apply to all of them.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from rlhf.data.prompts import load_prompts
 from rlhf.planning.costs import decode_bytes, device_peaks
 from rlhf.planning.shapes import read_shape
 
-DEADLINE_S = 600.0  # of a start, of one generation
+DEADLINE_S = 600.0  # for a start, and for one generation
 TINY = ["sequences=8", "group=4", "prompt_words=4", "completion=8", "repeats=1"]
 
 
@@ -54,10 +54,10 @@ class Variant:
     seed_requests: bool = False
     gpu_memory_fraction: float = 0.35  # of all workers together
     workers: int = 1  # engines at once on the same GPU, the sequences divided among them
-    idle_processes: int = 0  # others that hold a context on the GPU and sleep, as a colocated learner does
+    idle_processes: int = 0  # others that hold a context on the GPU but do nothing, like a colocated learner
     repeats: int = 3
-    engine_args: dict[str, Any] = field(default_factory=dict)  # passed to vLLM as they are
-    env: dict[str, str] = field(default_factory=dict)  # environment that vLLM is imported under
+    engine_args: dict[str, Any] = field(default_factory=dict)  # passed to vLLM unchanged
+    env: dict[str, str] = field(default_factory=dict)  # environment in which vLLM is imported
 
 
 def phrases(model: str, count: int, num_words: int) -> list[Prompt]:
@@ -70,7 +70,7 @@ def phrases(model: str, count: int, num_words: int) -> list[Prompt]:
 
 
 def worker_spec(model: str, variant: Variant, prompt_tokens: int) -> WorkerSpec:
-    """What one of the variant's workers is told: its share of the sequences and of the GPU."""
+    """The spec of one of the variant's workers: its share of the sequences and of the GPU."""
     return WorkerSpec(
         config=RolloutConfig(
             max_completion_tokens=variant.completion,
@@ -84,7 +84,7 @@ def worker_spec(model: str, variant: Variant, prompt_tokens: int) -> WorkerSpec:
         trust_remote_code=False,
         max_model_tokens=prompt_tokens + variant.completion,
         device="gpu" if torch.cuda.is_available() else "cpu",
-        colocated=variant.workers > 1,  # what is free on the GPU is not all theirs: their caches are sized by need
+        colocated=variant.workers > 1,  # they share the GPU's free memory, so their caches are sized by need
         workers_on_gpu=variant.workers,
         logprobs=variant.logprobs,
         seed=0,
@@ -93,7 +93,7 @@ def worker_spec(model: str, variant: Variant, prompt_tokens: int) -> WorkerSpec:
 
 @dataclass(frozen=True)
 class Timing:
-    """When one worker generated, in seconds of the host's monotonic clock, and what came of it."""
+    """When one worker generated, in seconds of the host's monotonic clock, and how much."""
 
     started: float
     ended: float
@@ -110,7 +110,7 @@ class Worker:
         self._loop.commit(0)
 
     def generate(self, requests: list[Request]) -> "Timing":
-        """Samples all of them, with nothing cached."""
+        """Samples all requests, with nothing cached."""
         self._loop.call(lambda engine: engine.llm.reset_prefix_cache())
         prompt_tokens = {request.key: len(request.token_ids) for request in requests}
         started = time.monotonic()
@@ -122,11 +122,11 @@ class Worker:
         return Timing(started, time.monotonic(), lengths)
 
     def stop(self) -> None:
-        """Ends vLLM's own processes; without this they outlive ours for a while, and hold its memory."""
+        """Ends vLLM's own processes; without this they outlive ours for a while and keep GPU memory."""
         self._loop.call(lambda engine: engine.llm.engine_core.shutdown())
 
 
-WORKER: list[Worker] = []  # of a child process: at most one
+WORKER: list[Worker] = []  # in a child process: at most one
 
 
 def child_start(spec: WorkerSpec) -> None:
@@ -144,7 +144,7 @@ def child_stop() -> None:
 
 @contextlib.contextmanager
 def child_process() -> Iterator[ProcessPoolExecutor]:
-    """A process of its own for one worker, which ends with the context, and vLLM's with it."""
+    """A separate process for one worker; it and vLLM's processes end with the context."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as child:
         try:
             yield child
@@ -153,7 +153,7 @@ def child_process() -> Iterator[ProcessPoolExecutor]:
 
 
 def idle(ready: Any) -> None:
-    """A process with torch and, where there is a GPU, a context on it, which does nothing."""
+    """Does nothing, with torch loaded and, if there is a GPU, a context on it."""
     torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
     ready.set()
     time.sleep(1e6)
@@ -161,7 +161,7 @@ def idle(ready: Any) -> None:
 
 @contextlib.contextmanager
 def environment(env: dict[str, str]) -> Iterator[None]:
-    """``env`` for the processes that are started inside."""
+    """Sets ``env`` for the processes that are started inside."""
     before = dict(os.environ)
     os.environ.update(env)
     try:
@@ -173,7 +173,7 @@ def environment(env: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def idle_processes(count: int) -> Iterator[None]:
-    """So many idle processes beside what happens inside."""
+    """Runs ``count`` idle processes alongside the context's body."""
     spawn = multiprocessing.get_context("spawn")
     events = [spawn.Event() for _ in range(count)]
     processes: list[BaseProcess] = [spawn.Process(target=idle, args=(event,), daemon=True) for event in events]
@@ -181,7 +181,7 @@ def idle_processes(count: int) -> Iterator[None]:
         for process in processes:
             process.start()
         for event in events:
-            assert event.wait(timeout=120), "an idle process did not come up"
+            assert event.wait(timeout=120), "an idle process did not start"
         yield
     finally:
         for process in processes:
@@ -189,9 +189,9 @@ def idle_processes(count: int) -> Iterator[None]:
 
 
 def measure(model: str, variant: Variant, device: str) -> Row:
-    """Starts the variant's workers, generates once to warm up, then ``repeats`` times; figures of the median time.
+    """Starts the variant's workers, generates once to warm up, then ``repeats`` times; figures for the median time.
 
-    ``hbm`` is the share of the device's memory bandwidth that decoding accounts for at least (rlhf.planning.costs).
+    ``hbm`` is the least share of the device's memory bandwidth that decoding can have used (rlhf.planning.costs).
     """
     prompts = phrases(model, variant.sequences // variant.group, variant.prompt_words)
     requests = [
@@ -261,7 +261,7 @@ def main() -> None:
     rows: list[Row] = []
     for name, variant in variants.items():
         rows.append({"variant": name, **measure(args.model, variant, device)})
-        print(rows[-1], flush=True)  # what is measured stays, if a later variant fails
+        print(rows[-1], flush=True)  # keeps what was measured if a later variant fails
     settings = {name: OmegaConf.to_container(OmegaConf.structured(variant)) for name, variant in variants.items()}
     show(f"rollout engine on {device}", rows)
     write_json(args.out, rows, variants=settings)

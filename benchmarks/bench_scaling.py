@@ -6,8 +6,8 @@ python -m benchmarks.bench_scaling --tiny MODEL_DIR          # three minutes on 
 separate   one learner GPU and 1 to N-1 rollout GPUs, each with the same number of sequences: tokens/s of the pool, and
            its efficiency over one GPU's
 colocate   learner ranks and rollout workers on the same 1, 2, 4, ... GPUs, each with the same number of sequences: the
-           whole step, and a pool as large as the host; --engines on each GPU
-overlap    one learner GPU and 1 to N-1 rollout GPUs over the same batch, in turns and at once: an asynchronous step
+           whole step, and a pool as large as the host; --engines per GPU
+overlap    one learner GPU and 1 to N-1 rollout GPUs on the same batch, in turns and at once: an asynchronous step
            against max(generate, train) of the synchronous one
 recovery   an asynchronous run with N-1 rollout GPUs, one of whose workers is killed: how long until all serve again
 
@@ -38,11 +38,11 @@ from benchmarks.common import (
 CONFIG = "grpo_0.5b_1gpu.yaml"
 PARTS = ["separate", "colocate", "overlap", "recovery"]
 RECOVERY_RUN = "bench-recovery"
-START_S = 600.0  # for a run to have made its first steps, or a new worker to serve
+START_S = 600.0  # for a run to make its first steps, or a new worker to serve
 
 
 class Scaling:
-    """Runs at one amount of work per worker (``prompts`` x 8 completions), or in all."""
+    """Runs with a fixed amount of work (``prompts`` x ``group`` completions), per worker or in total."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -59,14 +59,14 @@ class Scaling:
         return self._with_efficiency([self._weak("colocate", count, engines, learner_gpus=count) for count in counts])
 
     def _apart(self) -> list[int]:
-        """Numbers of rollout GPUs beside the learner's."""
+        """Numbers of rollout GPUs, apart from the learner's."""
         return self._args.counts or list(range(1, self._args.gpus))
 
     def overlap(self) -> list[Row]:
         """Synchronous and asynchronous steps over one batch, with 1 to N-1 rollout workers."""
         rows = []
         for workers in self._apart():
-            # Both ask vLLM for log-probabilities, which cost it time.
+            # Both ask vLLM for log-probabilities, which cost time.
             settings = ["placement.mode=separate", "algorithm.rollout_correction=token_truncate"]
             in_turns = self._run(workers, self._args.prompts, settings)
             generate_s = in_turns.median("time/generate_s")
@@ -79,7 +79,7 @@ class Scaling:
                 "train_s": train_s,
                 "sync_step_s": in_turns.step_s(),
             }
-            print(row, flush=True)  # what is measured stays, if a later run fails
+            print(row, flush=True)  # keeps what was measured if a later run fails
             at_once = self._run(
                 workers, self._args.prompts, [*settings, f"rollout.max_staleness={self._args.staleness}"]
             )
@@ -93,7 +93,7 @@ class Scaling:
         return rows
 
     def recovery(self) -> list[Row]:
-        """``kill -9`` for a worker, right after a step."""
+        """Kills a worker with SIGKILL, right after a step."""
         workers = self._args.gpus - 1
         settings = ["placement.mode=separate", f"rollout.max_staleness={max(1, self._args.staleness)}"]
         settings = [*self._settings(workers, self._args.prompts, settings), "num_steps=1000000", f"name={RECOVERY_RUN}"]
@@ -129,7 +129,7 @@ class Scaling:
             "sequences": num_sequences,
             "step_s": done.step_s(),
             "generate_s": done.median("time/generate_s"),
-            "engine_s": done.median("pool/busy_s"),  # mean of the engines; generating ends with the last one
+            "engine_s": done.median("pool/busy_s"),  # mean over the engines; generating ends with the last one
             "update_s": done.median("time/update_s"),
             "publish_s": done.median("time/publish_s"),
             "tokens_per_s": statistics.median(
@@ -157,7 +157,7 @@ class Scaling:
 
     @staticmethod
     def _with_efficiency(rows: list[Row]) -> list[Row]:
-        """Adds each pool's tokens/s per GPU over the smallest one's."""
+        """Adds each pool's tokens/s per GPU, relative to the smallest pool's."""
         alone = rows[0]["tokens_per_s"] / rows[0]["rollout_gpus"]
         return [{**row, "efficiency": row["tokens_per_s"] / row["rollout_gpus"] / alone} for row in rows]
 
@@ -172,15 +172,15 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--gpus", type=int, default=4)
     parser.add_argument(
-        "--counts", nargs="+", type=int, help="only these numbers of GPUs; separate and overlap: of rollout GPUs"
+        "--counts", nargs="+", type=int, help="only these numbers of GPUs (in separate and overlap: rollout GPUs)"
     )
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
-    parser.add_argument("--engines", type=int, default=2, help="per GPU that learner and engines share")
-    parser.add_argument("--prompts", type=int, default=64, help="per rollout GPU; in the overlap part in all")
+    parser.add_argument("--engines", type=int, default=2, help="per GPU shared by learner and engines")
+    parser.add_argument("--prompts", type=int, default=64, help="per rollout GPU; in the overlap part, in total")
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--completion", type=int, default=512, help="tokens")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--staleness", type=int, default=1, help="versions, of the asynchronous runs")
+    parser.add_argument("--staleness", type=int, default=1, help="in the asynchronous runs, in versions")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""A whole colocated GRPO step, ours and TRL's one after the other on the same GPU at the same work, and their ratio.
+"""A whole colocated GRPO step, first ours, then TRL's, on the same GPU with the same work, and their ratio.
 
 python -m benchmarks.bench_step MODEL_DIR [KEY=VALUE ...] [--lengths ragged] [--no-trl] [--out result.json]
 python -m benchmarks.bench_step --tiny MODEL_DIR             # about a minute on a CPU, without TRL; what the test runs
@@ -52,7 +52,7 @@ def ours(args: argparse.Namespace) -> Row:
 
 
 def trl(args: argparse.Namespace) -> Row:
-    """TRL's step, in a process of its own."""
+    """TRL's step, in a separate process."""
     with tempfile.TemporaryDirectory(prefix="trl-bench-") as directory:
         out = Path(directory) / "result.json"
         names = ("prompts", "group", "completion", "prompt_words", "steps", "lengths")
@@ -83,10 +83,10 @@ def main() -> None:
     if args.tiny:
         vars(args).update(TINY, trl=False, settings=[*TINY_SETTINGS, *args.settings])
     rows = [ours(args)]
-    print(rows[0], flush=True)  # what is measured stays, if the peer fails
+    print(rows[0], flush=True)  # keeps what was measured if the peer fails
     if args.trl:
         rows.append(trl(args))
-    # What was sampled, per step: equal, or the work was not the same.
+    # What was sampled per step: if it differs, the work was not the same.
     tokens = {row["side"]: row.pop("completion_tokens") for row in rows}
     facts = {name: getattr(args, name) for name in ("prompts", "group", "completion", "prompt_words", "lengths")}
     if args.trl:

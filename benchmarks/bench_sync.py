@@ -4,7 +4,7 @@ python -m benchmarks.bench_sync MODEL_DIR --mode nccl      # two GPUs; --mode ip
 python -m benchmarks.bench_sync --tiny MODEL_DIR           # seconds on a CPU, through the object store
 
 The learner holds bfloat16 weights as the ZeRO stage keeps them, and no optimiser: AdamW's state for 7B is 91 GB, does
-not fit beside a worker, and takes no part. The worker starts from random weights; at the end every byte of its live
+not fit next to a worker, and is not involved. The worker starts from random weights; at the end every byte of its live
 parameters is read back and compared with what the learner sent.
 """
 
@@ -42,10 +42,10 @@ MODES = {  # placement.mode, and the route
 
 
 class WeightsActor(LearnerActor):
-    """A learner rank with its weights only."""
+    """A learner rank that has only its weights."""
 
     def check_memory(self) -> None:
-        """The plan of a run with an optimiser is not this one's."""
+        """Skipped: the memory plan counts an optimiser, which this learner lacks."""
 
     def start(self, address: str, port: int) -> None:
         os.environ |= {"RANK": str(self._rank), "WORLD_SIZE": str(self._num_ranks), "LOCAL_RANK": "0"}
@@ -60,7 +60,7 @@ class WeightsActor(LearnerActor):
             self._model = self._load(dtype).to(device)
 
     def use_buckets(self, bucket_bytes: int, checksums: bool) -> None:
-        """From here on the weights go in buckets of this size."""
+        """From now on the weights are sent in buckets of this size."""
         if not checksums:
             from benchmarks.unchecked import no_checksum
 
@@ -68,7 +68,7 @@ class WeightsActor(LearnerActor):
         self._sender = WeightSender(self._model, self._device, bucket_bytes)
 
     def held_gpu_bytes(self) -> int:
-        """The most held since the last call, torch's cache emptied before."""
+        """The most held since the last call, which emptied torch's cache."""
         peak = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
@@ -87,7 +87,7 @@ class SyncCluster(Cluster):
 
 
 class Bench:
-    """Publishes between the learner and the one worker of a cluster."""
+    """Publishes from the learner to the one worker of a cluster."""
 
     def __init__(self, config: Config, cluster: SyncCluster, mode: str) -> None:
         self._mode = mode
@@ -132,7 +132,7 @@ class Bench:
         return result
 
     def _verify(self, result: PublishResult) -> str:
-        """How the worker loads. Raises where its live parameters are not the learner's."""
+        """How the worker loads. Raises RuntimeError if its live parameters differ from the learner's."""
         if not self._ask_engine("loads_weights_in_place"):
             return "layer by layer"
         if self._ask_engine("read_back_weights") != result.checksums:
@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--bucket-mib", type=int, nargs="*", default=[64, 256, 1024])
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--no-checksums", dest="checksums", action="store_false", help="to see what they cost")
-    parser.add_argument("--gpu-memory-fraction", type=float, default=0.4, help="of the worker's GPU, for vLLM")
+    parser.add_argument("--gpu-memory-fraction", type=float, default=0.4, help="share of the worker's GPU for vLLM")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.mode = args.mode or ("object-store" if args.tiny else "nccl")

@@ -24,7 +24,7 @@ from rlhf.recipes import load_config
 from rlhf.tracking.tracker import OUTSIDE_STEPS
 
 ROOT = Path(__file__).resolve().parents[1]
-# of one training step, as its metrics name them
+# of one training step, by their names in the metrics
 PHASES = ("generate", "reward", "reference", "score", "advantage", "update", "publish")
 TRAIN_SETTINGS = (  # nothing that only costs time, and no second attempt that would pass for the first
     "tracking.tensorboard=false",
@@ -37,8 +37,8 @@ TINY_SETTINGS = (
     *("placement.device=cpu", "learner.compile=false"),
     *("learner.cpus_per_rank=1", "rollout.cpus_per_worker=1"),
 )
-END_S = 120.0  # for a run that was told to stop
-LOG_WIDTH = 200  # of a table that no terminal bounds
+END_S = 120.0  # for a run to end after SIGINT
+LOG_WIDTH = 200  # of a table that does not go to a terminal
 TAIL_CHARACTERS = 4000  # of a failed command's output
 
 RUN_AS_CHILD = """
@@ -64,7 +64,7 @@ class TrainRun:
         return statistics.median(step[name] for step in self.steps[1:])
 
     def step_s(self) -> float:
-        """Median seconds from one step's end to the next one's, less evaluations and checkpoints between them."""
+        """Median seconds from one step's end to the next, less evaluations and checkpoints in between."""
         pairs = zip(self.steps, self.steps[1:], strict=False)
         return statistics.median(
             after["wall_s"] - before["wall_s"] - sum(after.get(f"time/{phase}_s", 0.0) for phase in OUTSIDE_STEPS)
@@ -73,9 +73,9 @@ class TrainRun:
 
 
 def train(config: str, overrides: Sequence[str]) -> TrainRun:
-    """Runs ``rlhf train`` with ``conf/<config>`` in a process and a directory of its own, and reads what it recorded.
+    """Runs ``rlhf train`` with ``conf/<config>`` in its own process and directory, and reads what it recorded.
 
-    Raises RuntimeError with the end of its output where it fails.
+    Raises RuntimeError with the end of its output if it fails.
     """
     with tempfile.TemporaryDirectory(prefix="rlhf-bench-") as directory:
         run(_train_command(config, overrides, directory))
@@ -84,12 +84,12 @@ def train(config: str, overrides: Sequence[str]) -> TrainRun:
 
 
 def rollout_share(config: str, overrides: Sequence[str]) -> int:
-    """Completions of a step for each rollout worker of such a run."""
+    """Completions per step and rollout worker of such a run."""
     return load_config(ROOT / "conf" / config, overrides).rollout_share
 
 
 class BackgroundTrain:
-    """``rlhf train`` under way, to do things to it. Leaving the context ends it, with whatever it started."""
+    """``rlhf train`` in the background, to interfere with. Leaving the context ends it and whatever it started."""
 
     def __init__(self, config: str, overrides: Sequence[str]) -> None:
         self._config, self._overrides = config, overrides
@@ -103,7 +103,7 @@ class BackgroundTrain:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._process.send_signal(signal.SIGINT)  # ends with the step
+        self._process.send_signal(signal.SIGINT)  # it stops at the end of the step
         try:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -114,7 +114,7 @@ class BackgroundTrain:
             self._scratch.cleanup()
 
     def until(self, condition: Callable[[list[dict[str, Any]]], bool], timeout_s: float) -> list[dict[str, Any]]:
-        """The records of its steps, once they meet the condition. Raises RuntimeError where they do not in time."""
+        """Waits until the records of its steps meet the condition; returns them. Raises RuntimeError if too late."""
         ends = time.monotonic() + timeout_s
         while not condition(steps := steps_of(self._directory)):
             if self._process.poll() is not None or time.monotonic() > ends:
@@ -130,7 +130,7 @@ def _train_command(config: str, overrides: Sequence[str], run_dir: str) -> list[
 
 
 def python_module(name: str, *arguments: str) -> list[str]:
-    """The command ``python -m name arguments``, to be started by this process and to end with it, even by SIGKILL."""
+    """The command ``python -m name arguments``, for this process to start; it ends with it, even on SIGKILL."""
     return [sys.executable, "-c", RUN_AS_CHILD, str(os.getpid()), name, *arguments]
 
 
@@ -141,7 +141,7 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def actor_pids(run: str, actor: str) -> list[int]:
-    """Processes of a run's actors of a class on this machine, those still starting included."""
+    """Process ids of a run's actors of one class on this machine, including those still starting."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -167,9 +167,9 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
 
 
 class PeakMemory:
-    """The most memory in use on any GPU that this process may use, while the context lasts; asked once a second.
+    """The most memory in use on any GPU that this process may use, while the context lasts; read once a second.
 
-    ``gib`` is None where there is no nvidia-smi.
+    ``gib`` is None if there is no nvidia-smi.
     """
 
     def __init__(self) -> None:
@@ -221,6 +221,6 @@ def _cell(value: Any) -> str:
 
 
 def device_name() -> str:
-    """torch's name of this machine's first GPU, or 'cpu'; asked in a process of its own, which leaves no context."""
+    """torch's name for this machine's first GPU, or 'cpu'; from a separate process, so that no context stays here."""
     code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else 'cpu')"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()

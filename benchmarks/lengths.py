@@ -2,8 +2,8 @@
 
 Random weights hardly ever sample the end of sequence, so lengths have to be imposed. A logits processor could force the
 end, but vLLM would then hand it every token of every sequence at each step, which costs more than what is measured. The
-scheduler sees a request once, when it comes in, and compares its length with its limit anyway: nothing is added to a
-step. vLLM takes it by name (engine argument ``scheduler_cls``) from whoever starts the engine, us or a peer.
+scheduler sees a request once, when it arrives, and compares its length with its limit anyway: nothing is added to a
+step. vLLM takes it by name (engine argument ``scheduler_cls``), whether we or a peer start the engine.
 """
 
 import math
@@ -14,21 +14,21 @@ from typing import Any
 
 SCHEDULER = "benchmarks.lengths.ragged_scheduler"
 MEDIAN_SHARE = 330 / 1024  # of the longest allowed
-SPREAD = 0.7  # deviation of the logarithm
+SPREAD = 0.7  # standard deviation of the logarithm
 
 
 def ragged_length(index: int, longest: int) -> int:
-    """Tokens of an engine's request number ``index``: lognormal around MEDIAN_SHARE of ``longest``, from 1 to that."""
+    """Tokens of an engine's request number ``index``: lognormal around MEDIAN_SHARE of ``longest``, at most that."""
     drawn = Random(index).lognormvariate(math.log(MEDIAN_SHARE * longest), SPREAD)
     return min(longest, max(1, round(drawn)))
 
 
 def ragged_scheduler(vllm_config: Any, **kwargs: Any) -> Any:
-    """The scheduler that vLLM would have built, which shortens each request's ``max_tokens`` to its drawn length.
+    """The scheduler that vLLM would have built, but with each request's ``max_tokens`` shortened to its drawn length.
 
-    Requests are numbered as they come. Of our pool, whose engines share a step's requests, the number follows from the
-    request's name, TASK.SAMPLE.ATTEMPT, and the engine argument ``additional_config={group: N}``. So both sides sample
-    the same lengths in every step.
+    Requests are numbered as they arrive. In our pool, whose engines share a step's requests, the number follows from
+    the request's name, TASK.SAMPLE.ATTEMPT, and the engine argument ``additional_config={group: N}``. So both sides
+    sample the same lengths in every step.
     """
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler

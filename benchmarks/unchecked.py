@@ -1,4 +1,4 @@
-"""vLLM's worker extension for ``bench_sync --no-checksums``: receives weights without summing them up."""
+"""vLLM's worker extension for ``bench_sync --no-checksums``: receives weights without computing checksums."""
 
 import torch
 from torch import Tensor
@@ -8,12 +8,12 @@ from actors.weights.vllm_receiver import WorkerExtension
 
 
 def no_checksum(data: Tensor) -> Tensor:
-    """Zero, in the place of ``rlhf.training.weights.checksum``."""
+    """Zero, in place of ``rlhf.training.weights.checksum``."""
     return torch.zeros((), dtype=torch.int64, device=data.device)
 
 
 class UncheckedExtension(WorkerExtension):
-    """Importing it is what counts."""
+    """Importing this module replaces the checksum."""
 
 
 actors.weights.vllm_receiver.checksum = no_checksum

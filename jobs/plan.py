@@ -1,4 +1,4 @@
-"""`rlhf plan`: who would sit where, and the memory that each role would need."""
+"""`rlhf plan`: where each actor would run, and the memory that each role would need."""
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -10,9 +10,9 @@ from rlhf.planning.topology import Bundle, Device, Topology, plan_topology
 
 
 def show_placement(config: Config, device: Device) -> None:
-    """Prints the placement groups as a table, and what they ask for in all."""
+    """Prints the placement groups as a table, and what they ask for in total."""
     topology, console = plan_topology(config, device), Console()
-    table = Table("placement group", "bundles", "strategy", "who sits there", title=f"{config.name} on {device}")
+    table = Table("placement group", "bundles", "strategy", "actors", title=f"{config.name} on {device}")
     for group in topology.groups:
         bundles = f"{len(group.bundles)} x [{amounts(group.bundles[0])}]"
         table.add_row(group.name, bundles, group.strategy, ", ".join(members(topology, group.name)))
@@ -26,7 +26,7 @@ def amounts(bundle: Bundle) -> str:
 
 
 def members(topology: Topology, group: str) -> list[str]:
-    """The actors that sit in a placement group, for example ``learner[0]``."""
+    """The actors in a placement group, for example ``learner[0]``."""
     return [
         f"{role}[{rank}]"
         for role, slots in topology.slots.items()
@@ -36,13 +36,13 @@ def members(topology: Topology, group: str) -> list[str]:
 
 
 def show_memory(config: Config, gpu_memory_gib: float) -> None:
-    """Prints the predicted memory of every role and GPU. Raises ConfigError where something does not fit."""
+    """Prints the predicted memory of every role and GPU. Raises ConfigError if something does not fit."""
     console, plan = Console(), plan_memory(config, gpu_memory_gib * GIB)
     if plan is None:
         path = config.model.path
         console.print(f"memory not predicted: no config.json of a Llama-shaped model at model.path={path}")
         return
-    console.print(memory_table(plan, f"predicted GiB of each role on one GPU of {gpu_memory_gib:g}"))
+    console.print(memory_table(plan, f"predicted GiB of each role on one {gpu_memory_gib:g} GiB GPU"))
     for gpu, phases in plan.gpus.items():
         needs = ", ".join(f"{needed / GIB:.1f} GiB to {phase}" for phase, needed in phases.items())
         console.print(f"GPU of {gpu}: {needs}", soft_wrap=True)

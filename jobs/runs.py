@@ -1,4 +1,4 @@
-"""What every training run does alike: start, stop, try again, and sum up."""
+"""What all training runs share: how they start, stop, retry and sum up."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model.path={model.path}: no tokenizer loads from there ({str(error).splitlines()[0]}); give a "
+            f"model.path={model.path}: no tokenizer can be loaded from there ({str(error).splitlines()[0]}); give a "
             "Hugging Face directory, or a hub id that this machine can reach"
         ) from error
 
@@ -45,7 +45,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 def find_start(config: AnyConfig, checkpoints: CheckpointStore) -> tuple[AnyConfig, dict[str, Any] | None]:
     """The configuration with its date, and the state of the checkpoint that the run will resume, if any.
 
-    A run keeps the date on which it began, for its prompts must stay the same. Raises CheckpointError.
+    A run keeps the date on which it began, because its prompts must stay the same. Raises CheckpointError.
     """
     directory = checkpoints.find(config.checkpoint.resume)
     state = None if directory is None else read_run(directory)
@@ -59,10 +59,10 @@ def begin(
     state: dict[str, Any] | None,
     run: dict[str, Any],
 ) -> Path:
-    """The run directory, with config.yaml in it; nothing is written before what the run resumes is found to fit.
+    """The run directory, with config.yaml in it; nothing is written until what the run resumes is known to fit.
 
-    ``state``: of the checkpoint to resume; ``run``: as ``describe_run`` gives it. Raises CheckpointError where the two
-    do not fit, ConfigError where there is nothing left to do.
+    ``state``: of the checkpoint to resume; ``run``: from ``describe_run``. Raises CheckpointError if the two do not
+    fit, ConfigError if there is nothing left to do.
     """
     run_dir = Path(config.run_dir).resolve()
     if state is not None:
@@ -83,8 +83,8 @@ def begin(
 
 
 def _is_done(run_dir: Path, step: int, num_steps: int) -> bool:
-    """Whether the run has nothing left to do. One that ended after its last checkpoint still has its model to write,
-    and its summary after that."""
+    """Whether the run has nothing left to do. One that ended right after its last checkpoint still has its model to
+    write, and then its summary."""
     if step != num_steps:
         return step > num_steps
     try:
@@ -120,7 +120,7 @@ def keep_trying(
 
 @contextlib.contextmanager
 def started(cluster: Actors, tracker: Tracker) -> Iterator[Actors]:
-    """The cluster with all its actors up; how long that takes is a phase of the run."""
+    """Starts all the cluster's actors, as a timed phase of the run."""
     with contextlib.ExitStack() as stack:
         with tracker.phase("start"):
             stack.enter_context(cluster)
@@ -131,7 +131,7 @@ def started(cluster: Actors, tracker: Tracker) -> Iterator[Actors]:
 def stops_at_step_end(loop: Loop) -> Iterator[None]:
     """First Ctrl-C (or SIGTERM): finish the step, save, stop. Second: stop now.
 
-    After a request to stop there is no restart: an actor that is lost before the step's end stops the run there.
+    After a request to stop there is no restart: losing an actor before the step ends stops the run.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -157,7 +157,7 @@ def stops_at_step_end(loop: Loop) -> Iterator[None]:
 
 
 def save_final(loop: Loop, num_steps: int, learner: Trained, tokenizer: PreTrainedTokenizerBase) -> Path | None:
-    """The trained model as a Hugging Face directory, once the loop has made all ``num_steps``; None: nothing saved."""
+    """Saves the trained model as a Hugging Face directory if the loop made all ``num_steps``; None: nothing saved."""
     if loop.step < num_steps or not loop.config.checkpoint.save_final_model:
         return None
     final = loop.tracker.run_dir / "model"
@@ -187,5 +187,5 @@ def summarise(
     )
     print_summary(summary)
     if not finished:
-        tracker.note(f"stopped after step {loop.step} of {num_steps}; the same command goes on from there")
+        tracker.note(f"stopped after step {loop.step} of {num_steps}; the same command resumes from there")
     return summary

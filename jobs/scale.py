@@ -1,4 +1,4 @@
-"""`rlhf scale`: changes the rollout pool of a running training, from another process."""
+"""`rlhf scale`: changes the rollout pool of a run in progress, from another process."""
 
 import os
 import time
@@ -23,7 +23,7 @@ Status = list[dict[str, Any]]
 def scale(run: str, *, kind: str, num_workers: int | None, address: str, timeout_s: float) -> None:
     """Asks the run for ``num_workers`` of a kind and waits until that many serve; None only shows them.
 
-    Raises ConfigError where there is no such run or kind, DeadlineError where they do not serve in time.
+    Raises ConfigError if there is no such run or kind, DeadlineError if they do not serve in time.
     """
     with joined(address):
         control = find_run(run)
@@ -36,7 +36,7 @@ def scale(run: str, *, kind: str, num_workers: int | None, address: str, timeout
 
 @contextmanager
 def joined(address: str) -> Iterator[None]:
-    """Connected to a cluster that somebody else has started."""
+    """Connects to a cluster that is already up."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         ray.init(address=address, logging_level="ERROR", log_to_driver=False)
@@ -64,7 +64,7 @@ def ask(call: ray.ObjectRef) -> Any:
 
 
 def wait_until_live(control: Any, run: str, kind: str, num_workers: int, timeout_s: float) -> None:
-    """Returns once exactly ``num_workers`` of the kind exist, and all serve."""
+    """Returns when exactly ``num_workers`` of the kind exist and all serve."""
     ends = time.monotonic() + timeout_s
     while timeout_s > 0:
         status, _ = ask(control.look.remote())
@@ -74,7 +74,7 @@ def wait_until_live(control: Any, run: str, kind: str, num_workers: int, timeout
         if time.monotonic() > ends:
             raise DeadlineError(
                 f"run {run}: {states.count('live')} of {num_workers} {kind} worker(s) serve after {timeout_s:g} s (the "
-                "others start, or wait for a node with room); look again with rlhf scale --run, or raise --timeout-s"
+                "others are starting, or waiting for a node with room); check with rlhf scale, or raise --timeout-s"
             )
         time.sleep(LOOK_EVERY_S)
 

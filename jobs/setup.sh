@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv with everything in it; `make setup` calls this. A second call costs nothing.
+# Makes .venv with everything in it; `make setup` calls this. A second call does nothing.
 # DEVICE=cpu or DEVICE=gpu overrides what nvidia-smi says; PYTHON=... names the interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -26,7 +26,7 @@ pip() {
     .venv/bin/python -m pip --disable-pip-version-check --no-input -qq "$@"
 }
 
-# A .venv with older requirements, or one interrupted half-way, is completed; one for the other device is made anew.
+# A .venv with older requirements, or an interrupted one, is completed; one for the other device is rebuilt.
 [ "$device" = cpu ] && other=gpu || other=cpu
 if ! .venv/bin/python -m pip --version >/dev/null 2>&1 || compgen -G ".venv/.*-$other*" >/dev/null; then
     python=$(find_python)
@@ -39,7 +39,7 @@ rm -f .venv/.stamp-*
 echo "setup: installing the $device packages into .venv, once; about 3 minutes, longer for GPU"
 torch=$(grep '^torch==' "$requirements")
 echo "setup: 1/3 $torch"
-pip install --constraint "$requirements" "$torch" # with dependencies: which ones it needs depends on the build found
+pip install --constraint "$requirements" "$torch" # with dependencies, which differ between builds
 echo "setup: 2/3 $(grep -c '^[^#]' "$requirements") packages from $requirements"
 pip install --no-deps --requirement "$requirements"
 echo "setup: 3/3 rlhf itself"

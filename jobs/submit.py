@@ -1,8 +1,8 @@
 """`rlhf submit`: the same run as `rlhf train`, as a job on a Ray cluster that is already up.
 
-One zip travels: the validated configuration and, unless the nodes have it installed, the code. Ray unpacks it on every
-node that runs one of our actors and puts it first on their import path. Models, data and the run directory do not
-travel: they lie on a file system that all nodes share, so relative paths are made absolute where the job is submitted.
+One zip is uploaded: the validated configuration and, unless the nodes have it installed, the code. Ray unpacks it on
+every node that runs one of our actors and puts it first on their import path. Models, data and the run directory are
+not uploaded: they are on a file system that all nodes share, so submitting makes relative paths absolute.
 """
 
 import asyncio
@@ -48,8 +48,8 @@ HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 def submit(config: Config, *, address: str, working_dir: Path | None, installed: bool, wait: bool) -> int:
     """Submits the run and, with ``wait``, follows its log to the end. Returns the exit code for the command.
 
-    That is the code of `rlhf train` on the cluster; 130 when the job was stopped or was left running by Ctrl-C; 0
-    without ``wait``. Raises ConfigError for what is wrong here, ClusterError where the cluster cannot be reached.
+    That is the code of `rlhf train` on the cluster; 130 if the job was stopped, or left running by Ctrl-C; 0 without
+    ``wait``. Raises ConfigError for what is wrong here, ClusterError if the cluster cannot be reached.
     """
     check_address(address)
     root = code_directory(working_dir, installed)
@@ -67,7 +67,7 @@ def submit(config: Config, *, address: str, working_dir: Path | None, installed:
     try:
         details = asyncio.run(follow(client, job_id))
     except KeyboardInterrupt:
-        print(f"\n{job_id} goes on without us\n{how_to(client, job_id)}")
+        print(f"\n{job_id} keeps running\n{how_to(client, job_id)}")
         return INTERRUPTED
     return report(details, job_id)
 
@@ -103,9 +103,9 @@ def code_directory(working_dir: Path | None, installed: bool) -> Path | None:
 
 
 def for_cluster(config: Config, base: Path) -> Config:
-    """The configuration with every local path absolute, relative ones counted from ``base``.
+    """The configuration with every local path absolute; relative ones start at ``base``.
 
-    A model path that exists here is local; one that does not, but has the form of a hub id, stays as it is.
+    A model path that exists here is local; one that does not exist but looks like a hub id is kept.
     """
     if config.ray.address is not None:
         raise ConfigError(f"ray.address={config.ray.address}: a submitted job joins the cluster at --address; unset it")
@@ -137,7 +137,7 @@ def for_cluster(config: Config, base: Path) -> Config:
 
 
 def pack(package: Path, root: Path | None, config: Config) -> None:
-    """Writes the zip that becomes the job's working directory. Raises ConfigError where it would be too large."""
+    """Writes the zip that becomes the job's working directory. Raises ConfigError if it would be too large."""
     files = list(code_files(root)) if root else []
     sizes = {file: file.stat().st_size for file in files}
     if sum(sizes.values()) > WORKING_DIR_LIMIT_MIB << 20:
@@ -153,7 +153,7 @@ def pack(package: Path, root: Path | None, config: Config) -> None:
 
 
 def code_files(root: Path) -> Iterator[Path]:
-    """The files below ``root`` that travel: no hidden ones, virtual environments, caches, models, data or runs."""
+    """The files below ``root`` to upload: no hidden ones, virtual environments, caches, models, data or runs."""
     for directory, subdirectories, names in os.walk(root):
         here = Path(directory)
         at_the_top = here == root
@@ -178,10 +178,10 @@ class Client(JobSubmissionClient):
 
 
 def connect(address: str) -> Client:
-    """A client of the cluster at ``address``. Raises ClusterError, after CONNECT_TIMEOUT_S at the latest if no host
-    answers and REQUEST_TIMEOUT_S if one does but says nothing."""
+    """A client of the cluster at ``address``. Raises ClusterError, within CONNECT_TIMEOUT_S if no host answers and
+    REQUEST_TIMEOUT_S if one does but stays silent."""
     for module in ("ray.dashboard.modules.dashboard_sdk", JobSubmissionClient.__module__):
-        logging.getLogger(module).setLevel(logging.WARNING)  # it narrates uploads and closed connections
+        logging.getLogger(module).setLevel(logging.WARNING)  # they log uploads and closed connections
     with unset("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):  # Ray would prefer them to the address it is given
         try:
             return Client(address, headers=auth_headers())
@@ -190,7 +190,7 @@ def connect(address: str) -> Client:
                 f"--address={address}: the cluster asks for a token ({first_line(error)}); save the head node's "
                 "(`ray get-auth-token` there) as ~/.ray/auth_token here, or export RAY_AUTH_TOKEN"
             ) from error
-        except (OSError, RuntimeError, ValueError, KeyError) as error:  # OSError holds all of requests' own
+        except (OSError, RuntimeError, ValueError, KeyError) as error:  # OSError covers those of requests
             raise ClusterError(
                 f"--address={address}: no Ray dashboard answers there ({first_line(error)}); start the head node with "
                 "`ray start --head --dashboard-host 0.0.0.0`, and check that this machine reaches that host and port"
@@ -198,7 +198,7 @@ def connect(address: str) -> Client:
 
 
 def auth_headers() -> dict[str, str]:
-    """The token that Ray's own tools would use. Ray's client sends it by itself only where RAY_AUTH_MODE says so."""
+    """The token that Ray's own tools would use. Ray's client sends it by itself only if RAY_AUTH_MODE says so."""
     if "RAY_AUTH_MODE" in os.environ:
         return {}
     file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
@@ -210,13 +210,13 @@ def send(client: Client, job_id: str, package: Path, config: Config) -> None:
     """Uploads the package and starts the job. Raises ClusterError if the cluster refuses it."""
     waits = config.timeouts
     stop_s = waits.generate_s + waits.score_s + waits.update_s + waits.publish_s + waits.checkpoint_s
-    # `ray job stop` asks with SIGTERM and kills 3 s later, by default: a step and its checkpoint take longer
+    # by default `ray job stop` sends SIGTERM and kills 3 s later: a step and its checkpoint take longer
     runtime_env = {"working_dir": str(package), "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(int(stop_s))}}
     entrypoint = f"exec python -m jobs.cli train -c {CONFIG_NAME}"  # exec: no shell in between that signals would end
     try:
         client.submit_job(entrypoint=entrypoint, submission_id=job_id, runtime_env=runtime_env)
     except (OSError, RuntimeError, ValueError) as error:
-        raise ClusterError(f"{client.get_address()} did not take job {job_id}: {first_line(error)}") from error
+        raise ClusterError(f"{client.get_address()} did not accept job {job_id}: {first_line(error)}") from error
 
 
 def how_to(client: Client, job_id: str) -> str:
@@ -225,14 +225,14 @@ def how_to(client: Client, job_id: str) -> str:
     where = f"--address {client.get_address()}"
     return (
         f"  follow: {auth}ray job logs {where} --follow {job_id}\n"
-        f"  stop after the step under way, with a checkpoint: {auth}ray job stop {where} {job_id}"
+        f"  stop after the current step, with a checkpoint: {auth}ray job stop {where} {job_id}"
     )
 
 
 async def follow(client: Client, job_id: str) -> JobDetails:
     """Prints the job's log until the job has ended. Raises ClusterError after LOST_CONTACT_TIMEOUT_S of silence.
 
-    The stream is asked again when it breaks. Whether the job has ended, its status says and not the stream: a broken
+    The stream is reopened when it breaks. The job's status, not the stream, says whether it has ended: a broken
     connection can look like an idle one forever.
     """
     log = LogStream()
@@ -246,8 +246,9 @@ async def follow(client: Client, job_id: str) -> JobDetails:
         except (OSError, RuntimeError, AuthenticationError) as error:
             if time.monotonic() - heard_at > LOST_CONTACT_TIMEOUT_S:
                 raise ClusterError(
-                    f"{client.get_address()}: no word of job {job_id} for {LOST_CONTACT_TIMEOUT_S:g} s "
-                    f"({type(error).__name__}); it may still run. Once the cluster answers:\n{how_to(client, job_id)}"
+                    f"{client.get_address()}: no news of job {job_id} for {LOST_CONTACT_TIMEOUT_S:g} s "
+                    f"({type(error).__name__}); it may still be running. When the cluster answers:\n"
+                    f"{how_to(client, job_id)}"
                 ) from error
             await asyncio.sleep(1)
             continue
@@ -261,7 +262,7 @@ async def follow(client: Client, job_id: str) -> JobDetails:
 
 
 class LogStream:
-    """Prints a job's log, each character once however often the stream breaks and starts over."""
+    """Prints a job's log, each character once, however often the stream breaks and starts over."""
 
     def __init__(self) -> None:
         self._printed = 0  # characters
@@ -277,21 +278,21 @@ class LogStream:
                     position += len(chunk)
                     self._printed = max(self._printed, position)
         except (OSError, RuntimeError, aiohttp.ClientError) as error:
-            if first_line(error) != self._trouble:  # said once: the status still tells when the job ends
+            if first_line(error) != self._trouble:  # said once: the status still shows when the job ends
                 self._trouble = first_line(error)
-                print(f"\nthe log of {job_id} cannot be followed just now ({self._trouble}); trying again", flush=True)
+                print(f"\nthe log of {job_id} cannot be followed right now ({self._trouble}); trying again", flush=True)
 
 
 def report(details: JobDetails, job_id: str) -> int:
-    """Says how the job ended, in a line, and returns the exit code."""
+    """Prints one line on how the job ended, and returns the exit code."""
     if details.status is JobStatus.SUCCEEDED:
         print(f"{job_id} succeeded")
         return 0
     if details.status is JobStatus.STOPPED:
-        print(f"{job_id} was stopped; submit it again to go on from its newest checkpoint")
+        print(f"{job_id} was stopped; submit it again to resume from its newest checkpoint")
         return INTERRUPTED
     code = details.driver_exit_code
-    if code is None:  # it never ran: the log says nothing of it
+    if code is None:  # it never ran, so there is no log
         print(f"{job_id} did not start: {details.message}")
         return 1
     print(f"{job_id} failed with exit code {code}")

@@ -31,14 +31,13 @@ from rlhf.training.engine import resolve_dtype
 def train(config: Config) -> dict[str, Any]:
     """Runs training to the end (or to a clean stop) and returns what it wrote to summary.json.
 
-    Everything that can be wrong with the models, the data, the reward functions or the checkpoint to resume is found
-    before Ray starts, and before anything is written. A run that loses an actor which it cannot replace (rollout
-    workers it can) tears everything down and resumes from its last checkpoint, at most ``checkpoint.max_restarts``
-    times.
+    Mistakes in the models, the data, the reward functions or the checkpoint to resume are found before Ray starts, and
+    before anything is written. A run that loses an actor that it cannot replace (any but a rollout worker) shuts all of
+    them down and resumes from its last checkpoint, at most ``checkpoint.max_restarts`` times.
     """
     validate_model(config)
     tokenizer = load_tokenizer(config.model)
-    validate_model(config)  # again: the tokenizer of a hub model brings its config.json along
+    validate_model(config)  # again: loading a hub model's tokenizer fetches its config.json
     check_families(config)
     check_algorithm(config.algorithm)
     checkpoints = CheckpointStore(config.run_dir, keep=config.checkpoint.keep)
@@ -65,7 +64,7 @@ def attempt(
     eval_prompts: Sequence[Prompt],
     checkpoints: CheckpointStore,
 ) -> dict[str, Any]:
-    """All actors up, the loop, all actors down; the summary. Raises RoleLostError if an actor died on the way."""
+    """Starts all actors, runs the loop, ends them; returns the summary. Raises RoleLostError if an actor dies."""
     tracker.note(f"{config.name}: on the Ray cluster at {ray.get_runtime_context().gcs_address}")
     tracker.note(prompts.summary())
     with started(Cluster(config, tracker.note), tracker) as cluster:
@@ -108,7 +107,7 @@ def make_driver(
 
 
 def make_roofline(config: Config, devices: dict[str, str]) -> Roofline:
-    """What a step of this run could at best do on these devices; ``devices``: torch's names by role."""
+    """The best that a step of this run could do on these devices; ``devices``: torch's names by role."""
 
     def shape(path: str) -> ModelShape | None:
         found = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)

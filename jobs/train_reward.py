@@ -21,8 +21,8 @@ from rlhf.tracking import Tracker
 def train_reward(config: RewardTrainingConfig) -> dict[str, Any]:
     """Trains to the end (or to a clean stop) and returns what it wrote to summary.json; the model is in run_dir/model.
 
-    Everything that can be wrong with the data or the checkpoint to resume is found before Ray starts. A lost rank is
-    dealt with as in ``train``.
+    Mistakes in the data or the checkpoint to resume are found before Ray starts. A lost rank is handled as in
+    ``train``.
     """
     tokenizer = load_tokenizer(config.model)
     checkpoints = CheckpointStore(config.run_dir, keep=config.checkpoint.keep)
@@ -41,11 +41,11 @@ def train_reward(config: RewardTrainingConfig) -> dict[str, Any]:
 
 
 def check_warmup(config: RewardTrainingConfig, num_steps: int) -> None:
-    """Raises ConfigError where the run of ``num_steps`` ends before its learning rate has warmed up."""
+    """Raises ConfigError if the run of ``num_steps`` ends before its learning rate has warmed up."""
     warmup = config.learner.optimizer.warmup_steps
     require(
         warmup <= num_steps,
-        f"learner.optimizer.warmup_steps={warmup} goes beyond the run's {num_steps} optimiser steps; lower it",
+        f"learner.optimizer.warmup_steps={warmup} exceeds the run's {num_steps} optimiser steps; lower it",
     )
 
 
@@ -58,7 +58,7 @@ def attempt(
     held_out: Sequence[Pair],
     checkpoints: CheckpointStore,
 ) -> dict[str, Any]:
-    """All ranks up, the loop, all ranks down; the summary. Raises RoleLostError if a rank died on the way."""
+    """Starts all ranks, runs the loop, ends them; returns the summary. Raises RoleLostError if a rank dies."""
     tracker.note(train.summary())
     num_steps = count_steps(config, train.pairs)
     pad = pad_token_id(tokenizer, [*train.pairs, *held_out])
@@ -79,7 +79,7 @@ def attempt(
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Pair]) -> int | None:
-    """The padding token to name in the model's config; None where texts end in it.
+    """The padding token to name in the model's config; None if some text ends in it.
 
     transformers reads a score at the last token that is not padding, so such a token must not end a text.
     """

@@ -1,4 +1,4 @@
-"""What can be wrong with a run's models and reward functions, found before Ray starts."""
+"""Finds mistakes in a run's models and reward functions before Ray starts."""
 
 from rlhf.config import Config
 from rlhf.data.prompts import PromptSet
@@ -8,7 +8,7 @@ from rlhf.rewards import RewardFunctions, load_reward_functions
 
 
 def check_families(config: Config) -> None:
-    """Raises ConfigError where one of the run's models is of a family that is not supported."""
+    """Raises ConfigError if one of the run's models is of an unsupported family."""
     paths = {
         "model.path": config.model.path,
         "reference.path": config.reference.path,
@@ -23,7 +23,7 @@ def check_families(config: Config) -> None:
 
 
 def check_rewards(config: Config, prompts: PromptSet, eval_prompts: PromptSet | None) -> None:
-    """Loads the reward functions once, to find a wrong path or a column that they need and the data lack.
+    """Loads the reward functions, to find a wrong path or a column that they need and the data lack.
 
     Raises RewardError or ConfigError for the functions, DataError for a column that is missing altogether or from one
     row.

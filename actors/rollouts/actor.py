@@ -21,7 +21,7 @@ class RolloutActor(RankActor):
         self._loop.start()
 
     def start(self) -> str:
-        """Returns once the engine is up: the IP address of the worker's node."""
+        """Waits until the engine is up; returns the IP address of the worker's node."""
         self._loop.call(lambda engine: None)
         return self.node()
 
@@ -30,17 +30,17 @@ class RolloutActor(RankActor):
         self._loop.submit(requests)
 
     def abort(self, keys: list[str]) -> None:
-        """Drops requests; unknown keys (finished by now) are fine."""
+        """Drops requests; unknown keys (already finished) are ignored."""
         self._loop.abort(keys)
 
     def collect(self, wait_s: float) -> Report:
-        """Finished completions: waits up to ``wait_s`` for the first, then takes all there are."""
+        """Waits up to ``wait_s`` for a finished completion, then returns all there are."""
         return self._loop.collect(wait_s)
 
     # Weights: begin, join (when the receivers change), receive, finish, commit.
 
     def begin_update(self) -> int:
-        """Stops serving the old version; returns the number of engine processes. Also ends what broke off before."""
+        """Stops serving the old version, or an update that broke off; returns the number of engine processes."""
         return self._loop.begin_update()
 
     def join_weights(self, info: dict[str, Any]) -> None:
@@ -56,12 +56,12 @@ class RolloutActor(RankActor):
         return self._loop.call(lambda engine: engine.receive_session(timeout_s))
 
     def receive_objects(self, buckets: Sequence[StoredBucket], timeout_s: float) -> list[list[int]]:
-        """Loads buckets from the object store, one after the other; returns the checksums as ``receive_session``."""
+        """Loads buckets from the object store, one after another; returns checksums as ``receive_session`` does."""
         fetched = ObjectStore().receiver(buckets, timeout_s)
         return self._loop.call(lambda engine: engine.receive_objects(fetched))
 
     def finish_update(self) -> None:
-        """Makes the new weights current. Raises UnwrittenWeightsError where the model has more than were sent."""
+        """Makes the new weights current. Raises UnwrittenWeightsError if the model has more than were sent."""
         self._loop.call(lambda engine: engine.finish_update())
 
     def commit(self, version: int) -> None:
@@ -71,15 +71,15 @@ class RolloutActor(RankActor):
     # A worker that shares its GPU with a learner
 
     def sleep(self) -> None:
-        """Frees the GPU but for a small remainder; weights and KV cache are gone."""
+        """Frees the GPU's memory except for a small remainder; weights and KV cache are gone."""
         self._loop.call(lambda engine: engine.sleep())
 
     def wake_weights(self) -> None:
-        """Takes memory for the weights; a publish must fill it. The learner may still hold what the KV cache needs."""
+        """Allocates the weights, for a publish to fill. The learner may still hold the memory for the KV cache."""
         self._loop.call(lambda engine: engine.wake_weights())
 
     def wake_cache(self) -> None:
-        """Takes memory for the KV cache: from now on the worker may sample."""
+        """Allocates the KV cache: from now on the worker may sample."""
         self._loop.call(lambda engine: engine.wake_cache())
 
     def device_name(self) -> str:

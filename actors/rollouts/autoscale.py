@@ -1,4 +1,4 @@
-"""When the rollout pool should grow or shrink: what is measured of a step, and a pure rule over it, with hysteresis."""
+"""When the rollout pool should grow or shrink: measurements of a step's load, and a pure rule with hysteresis."""
 
 import time
 from collections.abc import Callable
@@ -9,12 +9,12 @@ from rlhf.config import AutoscaleConfig
 
 @dataclass(frozen=True)
 class StepLoad:
-    """What one training step showed of the pool."""
+    """The pool's load in one training step."""
 
     step_s: float  # from one publish to the next
-    wait_s: float  # of it, how long the driver waited for samples
+    wait_s: float  # the part of it that the driver waited for samples
     busy_worker_s: float  # summed over workers: time with something to sample
-    worker_s: float  # summed over workers: time in which they could have had something
+    worker_s: float  # summed over workers: time in which they could have had it
 
     @property
     def wait_fraction(self) -> float:
@@ -29,17 +29,17 @@ class LoadMeter:
     """Adds up a step's load, from one publish to the next."""
 
     def __init__(self, *, on_policy: bool) -> None:
-        """``on_policy``: workers can only have something to do while the driver waits for samples."""
+        """``on_policy``: workers can have work only while the driver waits for samples."""
         self._on_policy = on_policy
         self._closed_s = self._looked_s = time.monotonic()
         self._wait_s = self._busy_worker_s = self._worker_s = 0.0
 
     def waited(self, seconds: float) -> None:
-        """The driver has waited for samples."""
+        """Adds time that the driver waited for samples."""
         self._wait_s += seconds
 
     def looked(self, count_time: Callable[[float], tuple[float, float]], *, driver_waits: bool) -> None:
-        """Takes in the time since the last look; ``count_time(elapsed_s)`` gives (busy, all) seconds of workers."""
+        """Adds the time since the last look; ``count_time(elapsed_s)`` returns (busy, total) worker-seconds."""
         now = time.monotonic()
         busy_s, worker_s = count_time(now - self._looked_s)
         self._looked_s = now
@@ -48,7 +48,7 @@ class LoadMeter:
             self._worker_s += worker_s
 
     def close(self) -> StepLoad:
-        """The load of the step that ends here; a new one begins."""
+        """Ends the step and returns its load; a new one begins."""
         now = time.monotonic()
         load = StepLoad(now - self._closed_s, self._wait_s, self._busy_worker_s, self._worker_s)
         self._closed_s, self._wait_s, self._busy_worker_s, self._worker_s = now, 0.0, 0.0, 0.0
@@ -64,10 +64,10 @@ class Decision:
 
 
 class Autoscaler:
-    """Grows by one when the learner waits and workers are not idle; shrinks by one when workers idle and it does not.
+    """Grows by one when the learner waits and workers are busy; shrinks by one when they idle and it does not wait.
 
-    The two conditions exclude each other, several steps in a row must agree, and every decision restarts the count, so
-    that the number of workers does not oscillate.
+    The number of workers does not oscillate: the two conditions exclude each other, several steps in a row must agree,
+    and every decision restarts the count.
     """
 
     def __init__(self, config: AutoscaleConfig) -> None:
@@ -98,7 +98,7 @@ class Autoscaler:
                 f"the learner waited for samples for more than {config.wait_fraction:.0%} of the time (now "
                 f"{load.wait_fraction:.0%})"
                 if wanted > num_workers
-                else f"workers were idle for more than {config.idle_fraction:.0%} of theirs (now "
+                else f"workers were idle for more than {config.idle_fraction:.0%} of the time (now "
                 f"{load.idle_fraction:.0%})"
             ),
         )

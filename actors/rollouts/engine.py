@@ -1,4 +1,4 @@
-"""What a rollout worker asks of an inference engine. Another engine than vLLM's plugs in here, as one more class."""
+"""What a rollout worker asks of an inference engine. An engine other than vLLM's plugs in here, as one more class."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -39,7 +39,7 @@ class Request:
     token_ids: list[int]  # of the prompt
     sample_index: int  # within the group
     greedy: bool = False
-    logprobs: bool = False  # for this completion, even where the run asks for none
+    logprobs: bool = False  # for this completion, even if the run asks for none
 
 
 def request_seed(run_seed: int, request: Request) -> int:
@@ -74,7 +74,7 @@ class Engine(Protocol):
     # Sampling
 
     def add(self, request: Request, version: int) -> None:
-        """Takes a request. Nothing it cached under another ``version`` of the weights may be used for this one."""
+        """Accepts a request. Nothing cached under another weight ``version`` may be used for it."""
         ...
 
     def abort(self, keys: Sequence[str]) -> None:
@@ -86,7 +86,7 @@ class Engine(Protocol):
         ...
 
     def step(self) -> list[Output]:
-        """Samples a little further; returns what has finished."""
+        """Runs one step of sampling; returns what has finished."""
         ...
 
     def running_tokens(self) -> dict[str, int]:
@@ -94,7 +94,7 @@ class Engine(Protocol):
         ...
 
     def pause(self) -> list[Output]:
-        """Stops sampling, also in processes of the engine's own; returns what finished before they stopped."""
+        """Stops sampling, also in the engine's own processes; returns what finished before they stopped."""
         ...
 
     def resume(self) -> None:
@@ -120,7 +120,7 @@ class Engine(Protocol):
         ...
 
     def finish_update(self) -> None:
-        """Makes the new weights current. Raises UnwrittenWeightsError where the update left some as they were."""
+        """Makes the new weights current. Raises UnwrittenWeightsError if the update left some unwritten."""
         ...
 
     # Sharing a GPU
@@ -149,4 +149,4 @@ class Engine(Protocol):
 
 
 MakeEngine = Callable[[WorkerSpec], Engine]
-"""Starts an engine, in the process and the thread that will use it."""
+"""Starts an engine in the process and thread that will use it."""

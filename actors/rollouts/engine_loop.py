@@ -1,7 +1,7 @@
-"""An inference engine under a step loop of our own, in a thread of its own.
+"""Drives an inference engine, step by step, in a thread of its own.
 
 Requests arrive at any time and completions leave as they finish; everything else that touches the engine (weights,
-sleep) runs between two steps. Versions, pauses and counting live here; what samples is behind ``engine.Engine``.
+sleep) runs between two steps. Versions, pauses and counting live here; sampling is behind ``engine.Engine``.
 """
 
 import concurrent.futures
@@ -31,12 +31,12 @@ class Report:
     """What has happened on a worker since its last report."""
 
     finished: list[Completion]
-    generated_tokens: int  # since its start, including those of unfinished completions
-    silent_s: float  # since its engine loop last started a round; large means that the engine hangs
+    generated_tokens: int  # since the worker started, including those of unfinished completions
+    silent_s: float  # since its engine loop last started a round; large if the engine hangs
 
 
 def between_steps(method: Callable[Concatenate["EngineLoop", P], T]) -> Callable[Concatenate["EngineLoop", P], T]:
-    """Has the loop's own thread run the method, between two steps; the caller waits for the result."""
+    """Runs the method in the loop's own thread, between two steps; the caller waits for the result."""
 
     @functools.wraps(method)
     def enqueue(self: "EngineLoop", *args: P.args, **kwargs: P.kwargs) -> T:
@@ -61,7 +61,7 @@ class EngineLoop(threading.Thread):
         self._paused = False
         self._calls: queue.Queue[tuple[Callable[[], Any], Future[Any]]] = queue.Queue()
         self._held: list[Request] = []  # arrived during a pause
-        self._older_tokens: dict[str, list[tuple[int, int]]] = {}  # see ``stamp``; only of unfinished completions
+        self._older_tokens: dict[str, list[tuple[int, int]]] = {}  # of unfinished completions; see ``stamp``
         self._finished: queue.Queue[Completion] = queue.Queue()
         self._finished_tokens = self._generated_tokens = 0
         self._counted_s = self._round_started_s = time.monotonic()
@@ -87,7 +87,7 @@ class EngineLoop(threading.Thread):
 
     @between_steps
     def abort(self, keys: Sequence[str]) -> None:
-        """Drops requests; unknown keys (finished by now) are fine."""
+        """Drops requests; unknown keys (already finished) are ignored."""
         self._held = [request for request in self._held if request.key not in keys]
         for key in keys:
             self._older_tokens.pop(key, None)
@@ -95,7 +95,7 @@ class EngineLoop(threading.Thread):
 
     @between_steps
     def begin_update(self) -> int:
-        """Pauses sampling and prepares for new weights, even if an update before broke off.
+        """Pauses sampling and prepares for new weights, even if the last update broke off.
 
         Returns the number of engine processes.
         """
@@ -106,7 +106,7 @@ class EngineLoop(threading.Thread):
 
     @between_steps
     def commit(self, version: int) -> None:
-        """Sampling goes on, from now on with ``version``."""
+        """Resumes sampling, from now on with ``version``."""
         for key, num_tokens in self._engine.running_tokens().items():
             self._older_tokens.setdefault(key, []).append((num_tokens, self.version))
         self.version = version
@@ -150,7 +150,7 @@ class EngineLoop(threading.Thread):
         return not self._paused and self._engine.has_unfinished()
 
     def _serve_calls(self) -> None:
-        """Runs the calls that are waiting; waits a moment for one only while there is nothing to sample."""
+        """Runs the pending calls; waits a moment for one only if there is nothing to sample."""
         wait = not self._can_step()
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Where rollout workers come from: a place in the cluster, a process in it, and their end."""
+"""Creates and ends rollout workers: a place in the cluster, and a process in it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from rlhf.planning.topology import Slot, Topology, rollout_worker_group
 
 @dataclass(frozen=True)
 class Launch:
-    """A worker on its way: its handle, and the call that returns its node's address once its engine is up."""
+    """A worker that is starting: its handle, and the call that returns its node's address when its engine is up."""
 
     handle: Any
     started: ray.ObjectRef
@@ -25,7 +25,7 @@ class WorkerFactory:
     """Launches and ends rollout workers by their number in the pool.
 
     The first workers take the places that the run's topology planned. Later ones get placement groups of their own, on
-    any node with room; where GPUs are shared they move into a place that has become free.
+    any node with room; if GPUs are shared, they take a place that has become free.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class WorkerFactory:
         self._free = list(topology.slots["rollout"])  # planned places without a worker
 
     def launch(self, worker: int, kind: str) -> Launch:
-        """Asks for a place and creates the process there; waits for neither."""
+        """Requests a place and creates the process there; waits for neither."""
         slot = self._slots[worker] = self._place(worker, kind)
         options = self._placement.options(slot, self._env(slot))
         remote = ray.remote(RolloutActor).options(**options, max_concurrency=RolloutActor.concurrent_calls)
@@ -61,7 +61,7 @@ class WorkerFactory:
         return self._placement.granted(self._slots[worker].group)
 
     def end(self, worker: int) -> None:
-        """Kills its process, if there still is one, and gives its place back."""
+        """Kills its process, if it still runs, and releases its place."""
         ray.kill(self._handles.pop(worker))
         slot = self._slots.pop(worker)
         if self._shares_gpus:

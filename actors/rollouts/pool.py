@@ -26,7 +26,7 @@ from rlhf.batch import Prompt, Rollout
 from rlhf.config import DEFAULT_KIND, Config
 from rlhf.errors import DeadlineError, UnwrittenWeightsError
 
-LISTEN_S = 0.2  # how long the listening thread waits at most for a worker to answer
+LISTEN_S = 0.2  # the longest that the listening thread waits for a worker to answer
 
 
 @dataclass
@@ -40,12 +40,12 @@ class GroupInProgress:
     rollouts: dict[int, Rollout] = field(default_factory=dict)
 
     def request(self, group_id: int, sample: int) -> Request:
-        """One of its completions, as a worker is asked for it."""
+        """The request to a worker for one of its completions."""
         key, prompt = request_key(group_id, sample), self.prompt
         return Request(key, prompt.id, prompt.token_ids, sample, self.greedy, self.logprobs)
 
     def add(self, sample: int, done: Completion) -> None:
-        """A completion came back."""
+        """Adds a completion that came back."""
         self.rollouts[sample] = Rollout(
             self.prompt, sample, done.token_ids, done.versions, done.finish_reason, done.logprobs
         )
@@ -63,7 +63,7 @@ class RolloutPool:
         shares_gpus: bool,
         note: Callable[[str], None],
     ) -> None:
-        """``shares_gpus``: the workers sleep while the learner works. ``note`` tells the user what happens to them."""
+        """``shares_gpus``: the workers sleep while the learner works. ``note`` reports what happens to them."""
         self._supervisor = Supervisor(config, factory, note)
         self._scheduler = self._supervisor.scheduler
         self._control, self._note, self._timeouts = control, note, config.timeouts
@@ -92,7 +92,7 @@ class RolloutPool:
         self._thread.start()
 
     def connect(self, transport: Transport) -> None:
-        """Sets how weights come from the learner."""
+        """Sets how weights arrive from the learner."""
         self._transport = transport
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class RolloutPool:
         self._supervisor.close()
 
     def members(self) -> list[Member]:
-        """The workers that are up."""
+        """The workers that are running."""
         with self._lock:
             return self._supervisor.members(self._scheduler.in_state(State.SYNCING, State.LIVE, State.DRAINING))
 
@@ -131,7 +131,7 @@ class RolloutPool:
         greedy: bool = False,
         with_logprobs: Collection[int] = (),
     ) -> list[int]:
-        """Queues groups; each goes whole to one worker, so that its completions share their prompt's cache."""
+        """Queues groups; each goes to a single worker, so that its completions share their prompt's cache."""
         assert not self._asleep, "a sleeping pool cannot sample; publish wakes it"
         with self._lock:
             ids = []
@@ -145,7 +145,7 @@ class RolloutPool:
         return ids
 
     def next_groups(self, ids: Collection[int]) -> dict[int, list[Rollout]]:
-        """Waits for one of these groups, and returns all that have finished by then, in the order of finishing.
+        """Waits for one of these groups, then returns all that have finished, in the order in which they did.
 
         Raises DeadlineError at timeouts.generate_s.
         """
@@ -177,7 +177,7 @@ class RolloutPool:
         self._supervisor.send(requests)
 
     def _take(self, group_id: int, sample: int, completion: Completion) -> None:
-        """A completion came back; the last one finishes its group."""
+        """Takes a completion that came back; the last one finishes its group."""
         group = self._groups[group_id]
         group.add(sample, completion)
         if len(group.rollouts) == group.size:
@@ -188,10 +188,10 @@ class RolloutPool:
     # Weights
 
     def publish(self, version: int) -> dict[str, float]:
-        """Commits the learner's weights as ``version`` on every worker that is up; one that fails is replaced.
+        """Commits the learner's weights as ``version`` on every running worker; one that fails is replaced.
 
-        Unfinished completions stay where they are and continue with the new weights. A draining worker is not kept for
-        that: others finish its work.
+        Unfinished completions stay where they are and continue with the new weights. Draining workers are ended
+        instead, and others finish their work.
         """
         started = time.monotonic()
         with self._lock:
@@ -210,7 +210,7 @@ class RolloutPool:
         }
 
     def sleep(self) -> None:
-        """Workers that share their GPU with the learner give its memory back until the next ``publish``."""
+        """Has workers that share the learner's GPU free its memory until the next ``publish``."""
         if not self._shares_gpus or self._asleep:
             return
         with self._lock:
@@ -218,7 +218,7 @@ class RolloutPool:
             self._put_to_sleep()
 
     def _put_to_sleep(self) -> None:
-        """All running workers that are awake, including any that came up while the others slept."""
+        """Puts all running, awake workers to sleep, including any that started while the others slept."""
         awake = [w for w in self._scheduler.in_state(State.SYNCING, State.LIVE) if w.id not in self._sleepers]
         self._sleepers |= self._supervisor.call(awake, "sleep", "going to sleep").keys()
 
@@ -280,7 +280,7 @@ class RolloutPool:
         """Keeps the pool at its size, hands out work, and takes requests to scale."""
         self._load.looked(self._supervisor.count_time, driver_waits=self._driver_waits)
         for kind, count in self._control.poll(self._supervisor.status, dict(self._supervisor.targets)).items():
-            self.scale(kind, count, "asked for by rlhf scale")
+            self.scale(kind, count, "requested by rlhf scale")
         self._supervisor.reconcile(asleep=self._asleep)
         if self._asleep:
             self._put_to_sleep()

@@ -4,9 +4,9 @@
                              |-> draining -> dead
     any of them -> quarantined -> dead
 
-A group of completions waits in the queue, or is held by a worker that may serve, or is finished; never two of these.
-Only a live worker takes new groups, and a live worker has the pool's weight version. A draining one finishes what it
-holds, and loses it at the next publish.
+A group of completions is queued, held by a worker that may serve, or finished; never two of these. Only a live worker
+takes new groups, and a live worker has the pool's weight version. A draining one works on what it holds until the next
+publish.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ LENGTH_MEMORY = 0.98  # weight of the past in the expected length of a completio
 
 
 class State(StrEnum):
-    STARTING = "starting"  # its process comes up
+    STARTING = "starting"  # its process is not up yet
     SYNCING = "syncing"  # up, but without the current weights
     LIVE = "live"
     DRAINING = "draining"  # finishes what it holds, takes nothing new
@@ -46,7 +46,7 @@ class Worker:
     capacity: int  # samples it may hold at once
     state: State = State.STARTING
     version: int = -1  # of its weights; -1: none yet
-    pace: float | None = None  # tokens per second and running sample, measured while it had work
+    pace: float | None = None  # tokens per second per running sample, measured while it had work
     groups: set[int] = field(default_factory=set)
 
 
@@ -60,7 +60,7 @@ class Group:
     num_samples: int
     missing: set[int]  # sample indices that have not come back
     holders: set[int] = field(default_factory=set)  # workers that sample it, or did when it finished: at most two
-    losses: int = 0  # holders in a row that failed before any of its samples came back, each started after the last
+    losses: int = 0  # holders in a row that failed before a sample came back, each started after the previous failure
     counted_until: int = 0  # workers with lower ids existed at the last loss: their failures may have the same cause
 
 
@@ -77,7 +77,7 @@ class Scheduler:
     """Workers, groups, and who does what."""
 
     def __init__(self, *, expected_completion_tokens: float) -> None:
-        """``expected_completion_tokens``: what a completion costs before any has been seen."""
+        """``expected_completion_tokens``: a completion's expected length before any has been seen."""
         self.version = -1  # of the weights that live workers serve; -1: nothing published yet
         self.workers: dict[int, Worker] = {}
         self.groups: dict[int, Group] = {}
@@ -99,12 +99,12 @@ class Scheduler:
         self._move(worker_id, State.SYNCING)
 
     def suspend(self, worker_id: int) -> None:
-        """New weights are on their way to a live worker. It keeps its groups, and samples nothing meanwhile."""
+        """A live worker is about to get new weights. It keeps its groups and samples nothing meanwhile."""
         self._move(worker_id, State.SYNCING)
 
     def advance(self, version: int) -> None:
-        """``version`` becomes current. No worker may serve another any more: live ones were suspended before, and
-        draining ones have been retired."""
+        """Makes ``version`` current. No worker may still serve another: live ones have been suspended and draining ones
+        retired."""
         assert not self.serving(), "a worker would serve an old weight version"
         assert version >= self.version, f"version {version} is older than {self.version}"
         self.version = version
@@ -116,7 +116,7 @@ class Scheduler:
         self._move(worker_id, State.LIVE)
 
     def drain(self, worker_id: int) -> None:
-        """No new groups. Dead at once if it holds none."""
+        """Gives it no new groups. It is dead at once if it holds none."""
         worker = self.workers[worker_id]
         if worker.state is State.LIVE and worker.groups:
             self._move(worker_id, State.DRAINING)
@@ -124,7 +124,7 @@ class Scheduler:
             self.retire(worker_id)
 
     def retire(self, worker_id: int) -> None:
-        """Takes a healthy worker out, whatever it holds."""
+        """Removes a healthy worker, whatever it holds."""
         self._give_back(worker_id)
         if self.workers[worker_id].state is State.LIVE:
             self._move(worker_id, State.DRAINING)
@@ -145,11 +145,11 @@ class Scheduler:
         return max(held, key=lambda group: group.losses, default=None)
 
     def mark_dead(self, worker_id: int) -> None:
-        """A quarantined worker's process is gone and its place given back."""
+        """A quarantined worker's process is gone and its place released."""
         self._move(worker_id, State.DEAD)
 
     def forget_dead(self) -> list[int]:
-        """Drops dead workers; their ids."""
+        """Drops dead workers; returns their ids."""
         dead = [w.id for w in self.workers.values() if w.state is State.DEAD]
         for worker_id in dead:
             del self.workers[worker_id]
@@ -163,7 +163,7 @@ class Scheduler:
         return self.in_state(State.LIVE, State.DRAINING)
 
     def emptied(self) -> list[int]:
-        """Draining workers with nothing left to do; they are dead now."""
+        """Marks draining workers with nothing left to do as dead; returns their ids."""
         done = [w.id for w in self.in_state(State.DRAINING) if not w.groups]
         for worker_id in done:
             self._move(worker_id, State.DEAD)
@@ -179,7 +179,7 @@ class Scheduler:
         worker.state = state
 
     def _give_back(self, worker_id: int) -> None:
-        """Groups that nobody else holds go to the head of the queue, oldest first."""
+        """Puts groups that no other worker holds at the head of the queue, oldest first."""
         worker = self.workers[worker_id]
         for group_id in sorted(worker.groups, reverse=True):
             group = self.groups[group_id]
@@ -191,7 +191,7 @@ class Scheduler:
     # Groups
 
     def enqueue(self, *, prompt_id: int, prompt_tokens: int, num_samples: int) -> int:
-        """A new group; its id."""
+        """Queues a new group; returns its id."""
         group = Group(self._next_group, prompt_id, prompt_tokens, num_samples, set(range(num_samples)))
         self._next_group += 1
         self.groups[group.id] = group
@@ -199,7 +199,7 @@ class Scheduler:
         return group.id
 
     def dispatch(self) -> list[Assignment]:
-        """Hands queued groups, in order, to the live worker that would finish each soonest and has room for it."""
+        """Hands out queued groups in order, each to the live worker with room that would finish it soonest."""
         assignments: list[Assignment] = []
         if not self.queue:
             return assignments
@@ -214,7 +214,7 @@ class Scheduler:
                 break
             self.queue.popleft()
             cost = self._cost(group)
-            finish_s = {w.id: (tokens[w.id] + cost) / pace[w.id] for w in roomy}  # up to a factor that all share
+            finish_s = {w.id: (tokens[w.id] + cost) / pace[w.id] for w in roomy}  # up to a common factor
             worker = min(roomy, key=lambda w: (finish_s[w.id], w.id))
             samples[worker.id] += len(group.missing)
             tokens[worker.id] += cost
@@ -222,7 +222,7 @@ class Scheduler:
         return assignments
 
     def take_over(self) -> list[Assignment]:
-        """Gives idle workers what much slower ones hold, once the queue is empty.
+        """Gives idle workers what much slower ones hold, if the queue is empty.
 
         Only the worker's pace counts, never how long a completion has become: rerunning long ones and keeping the first
         to finish would favour short ones.
@@ -241,7 +241,7 @@ class Scheduler:
         return assignments
 
     def sample_done(self, group_id: int, sample: int, num_tokens: int) -> bool:
-        """A completion came back. False: it is not wanted any more (another worker was faster)."""
+        """Takes a completion that came back. False if it is no longer wanted (another worker was faster)."""
         group = self.groups.get(group_id)
         if group is None or sample not in group.missing:
             return False
@@ -253,7 +253,7 @@ class Scheduler:
         return True
 
     def _drop(self, group_id: int) -> None:
-        """Ends a group, even a queued one: its last sample may come from a worker given up for lost."""
+        """Ends a group, even a queued one: its last sample may come from a worker presumed lost."""
         group = self.groups.pop(group_id)
         for worker_id in group.holders:
             self.workers[worker_id].groups.discard(group_id)
@@ -261,7 +261,7 @@ class Scheduler:
             self.queue.remove(group_id)
 
     def measured(self, worker_id: int, pace: float) -> None:
-        """Tokens per second and sample over a stretch in which the worker had samples to run.
+        """``pace``: tokens per second per sample over a period in which the worker had samples to run.
 
         Per sample, because a worker with little to do generates few tokens without being slow.
         """
@@ -269,7 +269,7 @@ class Scheduler:
         worker.pace = pace if worker.pace is None else PACE_MEMORY * worker.pace + (1 - PACE_MEMORY) * pace
 
     def outstanding_tokens(self, worker: Worker) -> float:
-        """What a worker is expected to have left to do."""
+        """How much a worker is expected to have left to do."""
         return sum(self._cost(self.groups[i]) for i in worker.groups)
 
     def outstanding_samples(self, worker: Worker) -> int:
@@ -280,7 +280,7 @@ class Scheduler:
         return group.prompt_tokens + len(group.missing) * self.completion_tokens
 
     def _has_room(self, worker: Worker, samples: int, group: Group) -> bool:
-        """For a group beside the ``samples`` that the worker holds; an empty one takes any, however large."""
+        """Whether a group fits in addition to the ``samples`` that the worker holds; an empty worker takes any."""
         return not worker.groups or samples + len(group.missing) <= worker.capacity
 
     def _expected_pace(self, worker: Worker) -> float:

@@ -1,4 +1,4 @@
-"""The processes behind the pool's workers: started, listened to, replaced and ended. The caller holds the lock."""
+"""Starts, listens to, replaces and ends the processes behind the pool's workers. The caller holds the lock."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from actors.rollouts.scheduler import Group, Scheduler, State, Worker
 from rlhf.config import Config
 from rlhf.errors import ActorError, DeadlineError, RlhfError
 
-COLLECT_WAIT_S = 1.0  # how long a worker holds an empty-handed collect call
+COLLECT_WAIT_S = 1.0  # how long a collect call waits for a completion
 MAX_BACKOFF_S = 60.0  # between attempts to start a worker
 PACE_OVER_S = 2.0  # a worker's pace is measured over at least this long
 
@@ -23,13 +23,13 @@ Accepted = tuple[int, int, Completion]  # (group id, sample index, what was samp
 
 
 def request_key(group_id: int, sample: int) -> str:
-    """Names a sample on its worker, which never gets the same one twice."""
+    """A sample's name on its worker, which never gets the same sample twice."""
     return f"{group_id}.{sample}"
 
 
 @dataclass
 class Process:
-    """One worker's process, and what is under way with it."""
+    """One worker's process and the calls in flight to it."""
 
     member: Member
     starting: ray.ObjectRef | None
@@ -47,10 +47,10 @@ class Process:
 
 
 class Supervisor:
-    """Keeps as many worker processes as the pool should have, and talks to them."""
+    """Keeps the pool's target number of worker processes, and talks to them."""
 
     def __init__(self, config: Config, factory: WorkerFactory, note: Callable[[str], None]) -> None:
-        """``note`` tells the user what happens to workers."""
+        """``note`` reports to the user what happens to workers."""
         self._factory, self._note, self._timeouts = factory, note, config.timeouts
         self._settings = config.rollout
         self.scheduler = Scheduler(expected_completion_tokens=config.rollout.max_completion_tokens)
@@ -90,7 +90,7 @@ class Supervisor:
             self._end(worker_id)
         if not asleep:
             self._replace_silent()
-        order = {State.STARTING: 0, State.SYNCING: 1, State.LIVE: 2}  # those that do not serve yet go first
+        order = {State.STARTING: 0, State.SYNCING: 1, State.LIVE: 2}  # those not yet serving go first
         for kind, target in self.targets.items():
             active = self.scheduler.active(kind)
             if not asleep and time.monotonic() >= self._backoff_until:
@@ -103,7 +103,7 @@ class Supervisor:
                     self._end(worker.id)
 
     def fail(self, worker_id: int, error: BaseException) -> None:
-        """Quarantines a worker: its work goes back to the queue, its process ends, another will be started.
+        """Quarantines a worker: its work goes back to the queue, its process ends, and another will be started.
 
         Raises ActorError when too many in a row have failed before they could serve, or while holding the same group.
         """
@@ -120,7 +120,7 @@ class Supervisor:
         if self._start_failures >= limit:
             when = "before they could serve"
         elif suspect is not None and suspect.losses >= limit:
-            when = f"while they sampled prompt {suspect.prompt_id}"
+            when = f"while sampling prompt {suspect.prompt_id}"
         if when:
             raise ActorError(
                 f"rollout pool: {limit} workers in a row failed {when} (rollout.max_failures); the last: {error}"
@@ -132,7 +132,7 @@ class Supervisor:
         self._end(worker_id)
 
     def admit(self, worker_id: int) -> None:
-        """It has the pool's weights, and serves from now on."""
+        """The worker has the pool's weights and serves from now on."""
         self.scheduler.admit(worker_id, self.scheduler.version)
         process = self._processes[worker_id]
         process.has_lived, process.waiting_since, self._start_failures = True, time.monotonic(), 0
@@ -178,14 +178,14 @@ class Supervisor:
         return {member.rank: answer for member, answer in answers.items()}
 
     def send(self, requests: Mapping[int, list[Request]]) -> None:
-        """Submits requests, by worker id, without waiting. A worker gets all of its own in one call, or its first
-        groups would be half done when the last ones arrive."""
+        """Submits requests, by worker id, without waiting. A worker gets all of its requests in one call; otherwise its
+        first groups would be half done when the last ones arrive."""
         for worker_id, batch in requests.items():
             process = self._processes[worker_id]
             process.pending.add(process.member.handle.submit.remote(batch))
 
     def _abort_rest(self, group: Group) -> None:
-        """Of a finished group that two workers held, drops what the slower one is still sampling."""
+        """If two workers held a finished group, drops what the slower one is still sampling."""
         if len(group.holders) > 1:
             keys = [request_key(group.id, sample) for sample in range(group.num_samples)]
             for process in [self._processes[worker_id] for worker_id in group.holders]:
@@ -198,9 +198,9 @@ class Supervisor:
         return {ref: worker_id for worker_id, process in self._processes.items() for ref in process.refs()}
 
     def hear(self, worker_id: int, ref: ray.ObjectRef) -> list[Accepted]:
-        """One call has ended: the completions it brought that are still wanted, if any."""
+        """Handles a call that has ended; returns the completions it brought that are still wanted."""
         process = self._processes.get(worker_id)
-        if process is None:  # ended since
+        if process is None:  # the worker has ended meanwhile
             return []
         try:
             if ref == process.starting:
@@ -250,7 +250,7 @@ class Supervisor:
         process.counted_tokens, process.counted_s, process.sample_s = generated_tokens, now, 0.0
 
     def count_time(self, elapsed_s: float) -> tuple[float, float]:
-        """(seconds with work, seconds) summed over the workers that serve, of the last ``elapsed_s``."""
+        """(seconds with work, all seconds) of the last ``elapsed_s``, summed over serving workers."""
         busy_s = 0.0
         serving = self.scheduler.serving()
         for worker in serving:
@@ -259,7 +259,7 @@ class Supervisor:
         return busy_s, elapsed_s * len(serving)
 
     def status(self) -> list[dict[str, Any]]:
-        """Each worker's state in words and numbers."""
+        """Each worker's state, as `rlhf scale` shows it."""
         return [
             {
                 "worker": worker.id,

@@ -1,6 +1,6 @@
-"""vLLM behind ``engine.Engine``: the in-process engine on CPU, one in processes of its own on GPUs.
+"""vLLM behind ``engine.Engine``: the in-process engine on CPU, one in separate processes on GPUs.
 
-vLLM is imported when the engine starts: the driver names this class and must not load it.
+vLLM is imported when the engine starts: the driver names this class and must not load vLLM.
 """
 
 from collections.abc import Iterable, Sequence
@@ -60,7 +60,7 @@ class VllmEngine:
         outputs: list[Output] = []
         if self._steps_by_itself:
             self.llm.engine_core.call_utility("pause_scheduler", "keep", False)
-            while not self.llm.engine_core.outputs_queue.empty():  # by now it holds all that was sampled before
+            while not self.llm.engine_core.outputs_queue.empty():  # it now holds everything sampled before
                 outputs += self.step()
         return outputs
 
@@ -70,7 +70,7 @@ class VllmEngine:
 
     @property
     def _steps_by_itself(self) -> bool:
-        """Whether the engine steps in a process of its own, and so has to be told to pause."""
+        """Whether the engine steps in a process of its own, so that pausing takes a call."""
         return hasattr(self.llm.engine_core, "call_utility")
 
     def _sampling_params(self, request: Request) -> Any:
@@ -122,8 +122,8 @@ class VllmEngine:
         """Each worker process's answer."""
         return self.llm.collective_rpc(method, args=args)
 
-    # Sharing a GPU. Level 2 drops the weights too (the model's buffers wait on the host): a publish of all weights
-    # follows every wake-up, so keeping a copy of the old ones would be wasted.
+    # Sharing a GPU. Level 2 drops the weights too (the model's buffers move to the host): a publish of all weights
+    # follows every wake-up, so a copy of the old ones would be wasted.
 
     def sleep(self) -> None:
         self.llm.sleep(level=2)
@@ -137,7 +137,7 @@ class VllmEngine:
     # Facts
 
     def device_name(self) -> str:
-        """Asks vLLM, because torch would open a CUDA context beside the engine's."""
+        """Asks vLLM, because torch would open a second CUDA context."""
         from vllm.platforms import current_platform
 
         return "cpu" if self._spec.device == "cpu" else current_platform.get_device_name()
@@ -147,7 +147,7 @@ class VllmEngine:
 
 
 def _raise_if_aborted(reasons: Sequence[str]) -> None:
-    """Each worker process's reason, '' where it did not abort."""
+    """``reasons``: one per worker process, '' if it did not abort."""
     for why in filter(None, reasons):
         raise TransferAbortedError(why)
 

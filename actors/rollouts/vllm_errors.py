@@ -6,13 +6,13 @@ import stat
 from collections.abc import Iterator
 
 POINTERS = re.compile(r"[Ss]ee (root cause|stack trace)|for root cause")
-PROCESS = re.compile(r"^\((\w+ pid=\d+)\)")  # how vLLM begins the lines of its own processes
+PROCESS = re.compile(r"^\((\w+ pid=\d+)\)")  # how vLLM starts its processes' lines of output
 EXCEPTION = re.compile(r"(?:^|\s)((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit)\b: .*)$")
-MOST_BYTES = 4 << 20  # of output that is searched
+MOST_BYTES = 4 << 20  # of output to search
 
 
 class ErrorOutput:
-    """What this process and its children print from now on, where that goes to files (as in a Ray worker)."""
+    """What this process and its children print from now on, if that goes to files (as in a Ray worker)."""
 
     def __init__(self) -> None:
         self._starts: dict[int, int] = {}  # by file descriptor: vLLM's own log goes to stdout
@@ -36,7 +36,7 @@ class ErrorOutput:
 
 
 def root_cause(output: str) -> str | None:
-    """The last exception that the first process to fail has written: what others write follows from it."""
+    """The last exception written by the first process to fail; what others write follows from it."""
     failed: str | None = None
     cause = None
     for process, exception in _exceptions(output):

@@ -1,8 +1,8 @@
 """vLLM's executors as rollout workers use them.
 
-We name the class instead of leaving the choice to vLLM, which within a placement group would take its Ray executor and
-look for resources that the worker's own bundle already holds. The class travels to every process of the engine, pickled
-with its arguments: each imports this module first, and from then on ends with the process that started it.
+We name the class instead of leaving the choice to vLLM, which within a placement group would choose its Ray executor
+and request resources that the worker already holds. The class is pickled with the arguments of every process of the
+engine: each imports this module first, and from then on ends with the process that started it.
 """
 
 import multiprocessing

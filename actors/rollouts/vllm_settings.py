@@ -8,7 +8,7 @@ from rlhf.planning.memory import rollout_memory
 from rlhf.planning.shapes import read_shape
 from rlhf.planning.topology import Device
 
-CPU_BATCHED_TOKENS = 2048  # in one step of an engine
+CPU_BATCHED_TOKENS = 2048  # per engine step
 
 
 def worker_env(device: Device) -> dict[str, str]:
@@ -61,10 +61,10 @@ def engine_args(spec: WorkerSpec) -> dict[str, Any]:
 
 
 def kv_cache_bytes(spec: WorkerSpec) -> int | None:
-    """The size of the KV cache of an engine on a shared GPU; None leaves it to vLLM, which takes all it may.
+    """The KV cache size of an engine on a shared GPU; None leaves it to vLLM, which takes all it may.
 
     It is no larger than the engine's sequences can fill. Several engines on one GPU start at once and could not tell
-    their own use of memory from the others', so for them it must be known: raises ConfigError where it is not.
+    their own memory from the others', so they need a known size: raises ConfigError if it is unknown.
     """
     from vllm.platforms import current_platform
 

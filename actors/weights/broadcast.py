@@ -15,11 +15,11 @@ from actors.weights.channel import NUM_SLOTS, Receiver, Ring, Sender, Session, T
 
 NEVER = timedelta(days=7)
 
-_kept_groups: list[Any] = []  # of gloo: it cannot abort, and its destructor waits for what is on its way
+_kept_groups: list[Any] = []  # gloo groups: they cannot abort, and their destructors wait for what is in flight
 
 
 class BroadcastGroup:
-    """A process group of the sender (rank 0) and all receivers; made once all have come."""
+    """A process group of the sender (rank 0) and all receivers, created when all have joined."""
 
     def __init__(self, session: Session, rank: int, device: torch.device) -> None:
         self._session = session
@@ -27,36 +27,36 @@ class BroadcastGroup:
         session.count("members", 1)
         session.wait(lambda: session.count("members") == world_size, "waiting for all to join the broadcast")
         store = dist.PrefixStore("group", session.store)
-        with self._broken_means_off():
+        with self._abort_if_broken():
             self._group = _process_group(store, rank, world_size, device, session.left_s)
-        try:  # NCCL connects at the first use
+        try:  # NCCL connects on first use
             self.finish(self.start(torch.zeros(1, dtype=torch.uint8, device=device)))
         except BaseException:
             self.close()
             raise
 
     def start(self, data: Tensor) -> Any:
-        """Begins to broadcast ``data`` from rank 0, after what the current stream has been given so far."""
+        """Starts to broadcast ``data`` from rank 0, after the work queued on the current stream."""
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        with self._broken_means_off():
+        with self._abort_if_broken():
             return self._group.broadcast([data], options)
 
     def finish(self, work: Any) -> None:
-        """Waits until the data are there (or sent). Nothing but this host thread waits: a stream could not be freed."""
+        """Waits until the data have arrived (or are sent). Only this host thread waits: a stream could not be freed."""
         self._session.wait(work.is_completed, "broadcasting weights")
-        with self._broken_means_off():
+        with self._abort_if_broken():
             work.wait()
 
     def close(self) -> None:
-        """Drops the connections, also those to dead members, and frees the streams of whatever was on its way."""
+        """Drops all connections, including those to dead members, and frees streams from whatever was in flight."""
         if isinstance(self._group, dist.ProcessGroupGloo):
             _kept_groups.append(self._group)
         else:
             self._group.abort()
 
     @contextlib.contextmanager
-    def _broken_means_off(self) -> Iterator[None]:
+    def _abort_if_broken(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:  # what torch raises for any lost connection
@@ -68,7 +68,7 @@ class BroadcastGroup:
 def _process_group(store: Any, rank: int, world_size: int, device: torch.device, timeout_s: float) -> Any:
     if device.type == "cpu":
         return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
-    # Without its own time limit and error handling: torch would end the whole process for a peer's death.
+    # Without torch's own time limit and error handling: it would end the whole process when a peer dies.
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = NEVER
     key = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -117,7 +117,7 @@ class BroadcastReceiver(Receiver):
     def buckets(self, sizes: Sequence[int]) -> Iterator[Tensor]:
         coming: deque[Any] = deque()
         for bucket in range(len(sizes) + 1):
-            if bucket < len(sizes):  # its slot was emptied by what the current stream was given in the last round
+            if bucket < len(sizes):  # work queued on the current stream in the last round empties its slot
                 coming.append(self._group.start(self._ring.slot(bucket, sizes[bucket])))
             if bucket > 0:
                 self._group.finish(coming.popleft())

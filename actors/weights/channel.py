@@ -1,8 +1,8 @@
-"""What a weight transfer is made of: a session that all its processes join, buckets in a small ring of buffers, and who
-sends and receives them.
+"""The parts of a weight transfer: a session that all its processes join, a small ring of buffers for buckets, and the
+interfaces of senders and receivers.
 
-Everyone of a session meets in a TCPStore that learner rank 0 hosts, and every wait looks there for the word that the
-transfer is off. So a receiver that died leaves nobody waiting, and nothing relies on a library's own time limits.
+A session's processes meet in a TCPStore hosted by learner rank 0, and every wait checks there whether the transfer was
+aborted. So a dead receiver leaves no process waiting, and nothing relies on a library's own time limits.
 """
 
 import time
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from rlhf.errors import DeadlineError, WeightSyncError
 
-NUM_SLOTS = 2  # one is on its way while the other is filled, or emptied
-SPIN_S = 0.002  # a wait polls without a pause for so long, then with pauses
+NUM_SLOTS = 2  # one is in flight while the other is filled or emptied
+SPIN_S = 0.002  # a wait polls without pauses for this long, then with pauses
 PAUSE_S = 0.0001
-LOOK_S = 0.02  # how often a wait looks whether the transfer is off
+LOOK_S = 0.02  # how often a wait checks whether the transfer was aborted
 
 
 class TransferAbortedError(WeightSyncError):
-    """A transfer was given up; whoever raises this is not the one at fault. The message says what is known of that."""
+    """A transfer was aborted, through no fault of the process that raises this. The message gives the known cause."""
 
 
 @dataclass(frozen=True)
@@ -77,20 +77,20 @@ class Session:
                 time.sleep(PAUSE_S)
 
     def abort(self, why: str) -> None:
-        """Ends the session for everyone in it."""
+        """Ends the session for all its processes."""
         self.store.set("off", why)
 
     def count(self, key: str, add: int = 0) -> int:
-        """A number that all processes share, after adding to it."""
+        """Adds to a number that all processes share, and returns it."""
         return self.store.add(key, add)
 
 
 @dataclass(frozen=True)
 class Ring:
-    """A few equal slots of one buffer; bucket i lies in slot i mod NUM_SLOTS."""
+    """NUM_SLOTS equal slots of one buffer; bucket i uses slot i mod NUM_SLOTS."""
 
     memory: Tensor  # uint8 [NUM_SLOTS * slot bytes]
-    handles: Mapping[str, bytes] = field(default_factory=dict)  # to map it in other processes, by the place they are in
+    handles: Mapping[str, bytes] = field(default_factory=dict)  # for other processes to map it, by their place
 
     def slot(self, bucket: int, num_bytes: int) -> Tensor:
         """The first ``num_bytes`` of the bucket's slot."""
@@ -101,15 +101,15 @@ class Ring:
 
 
 class Sender(ABC):
-    """A learner rank that sends buckets, one transfer after the other."""
+    """A learner rank that sends buckets, one transfer after another."""
 
     @abstractmethod
     def free_slot(self, bucket: int, num_bytes: int) -> Tensor:
-        """Where to put the bucket: uint8 [num_bytes]. Waits until what lay there is sent."""
+        """Where to put the bucket: uint8 [num_bytes]. Waits until the slot's previous bucket is sent."""
 
     @abstractmethod
     def send(self, data: Tensor) -> None:
-        """Begins to send what ``free_slot`` gave, after the current stream's work so far."""
+        """Starts to send what ``free_slot`` returned, after the work queued on the current stream."""
 
     @abstractmethod
     def drain(self) -> None:
@@ -117,24 +117,23 @@ class Sender(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Leaves at once, whatever is on its way; the ring may be used again."""
+        """Leaves at once, whatever is in flight; the ring may be reused."""
 
 
 class Receiver(ABC):
-    """A worker process that receives buckets, one transfer after the other."""
+    """A worker process that receives buckets, one transfer after another."""
 
     @abstractmethod
     def buckets(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """Yields every bucket, uint8 [its size]; to be used in the current stream's order and before the next is asked
-        for."""
+        """Yields every bucket, uint8 [its size]. Use it on the current stream, before asking for the next."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leaves at once, whatever is on its way."""
+        """Leaves at once, whatever is in flight."""
 
 
 def wait_for_device(session: Session, device: torch.device, doing: str) -> None:
-    """Waits until the current stream's work so far is done."""
+    """Waits until the work queued on the current stream is done."""
     if device.type == "cuda":
         event = torch.cuda.Event()
         event.record()

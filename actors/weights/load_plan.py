@@ -1,8 +1,8 @@
 """Where each weight goes in a live vLLM model: found once by watching the model's own loader, then just copied.
 
 vLLM's ``load_weights`` costs milliseconds of Python per bucket, and its layer-wise reload moves every weight through
-memory of its own. Where vLLM keeps weights as they come (``keeps_weights_as_loaded``), both end in copies of slices to
-slices, which depend on names and shapes only.
+extra buffers. Where vLLM keeps weights as loaded (``keeps_weights_as_loaded``), both end in copies from slice to slice
+that depend only on names and shapes.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,9 +40,9 @@ class LoadPlan:
     """Every slice of every tensor of a checkpoint, and the slice of a parameter that it belongs to."""
 
     def __init__(self, model: nn.Module, load: Callable[[Iterable[tuple[str, Tensor]]], Any], layout: Layout) -> None:
-        """Runs ``load`` on tensors without memory; the model's weights stay as they are.
+        """Runs ``load`` on tensors without memory; the model's weights do not change.
 
-        Raises UnplannableError where ``load`` does anything but copy slices, or leaves elements of the model unwritten.
+        Raises UnplannableError if ``load`` does anything but copy slices, or leaves elements of the model unwritten.
         """
         tensors = {
             spec.name: torch.empty(spec.full_shape, dtype=getattr(torch, spec.dtype), device="meta")
@@ -65,7 +65,7 @@ class LoadPlan:
                 raise UnplannableError(f"{spec.name} is cut by rows, and the loader does not take it by rows")
 
     def copies(self, specs: Sequence[TensorSpec], data: Tensor) -> Copies:
-        """What to copy for a bucket that lies in ``data`` (uint8)."""
+        """The copies to make for a bucket stored in ``data`` (uint8)."""
         return [
             copy
             for spec in specs
@@ -75,7 +75,7 @@ class LoadPlan:
 
 
 def _copy_of(piece: _Slice, spec: TensorSpec, rows: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The part of a slice that lies in ``rows``, which are those that ``spec`` describes; None if no part does."""
+    """The part of a slice that falls in ``rows``, the rows that ``spec`` describes; None if no part does."""
     if spec.is_whole:
         return piece.target, rows.as_strided(piece.size, piece.stride, rows.storage_offset() + piece.offset)
     row_elements = torch.Size(spec.full_shape[1:]).numel()
@@ -90,7 +90,7 @@ def _copy_of(piece: _Slice, spec: TensorSpec, rows: Tensor) -> tuple[Tensor, Ten
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes copies from known tensors and does not make them; lets views pass, and refuses all else."""
+    """Records copies from known tensors without making them; lets views pass and refuses everything else."""
 
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()
@@ -123,8 +123,8 @@ def _storage(tensor: Tensor) -> int:
 def keeps_weights_as_loaded(model: nn.Module) -> bool:
     """Whether vLLM on CUDA neither transforms this model's weights after loading them nor derives others from them.
 
-    True of plain linear layers and embeddings around plain attention; quantised layers, mixtures of experts, latent
-    attention (MLA) and whatever else processes its weights are not known to.
+    True for plain linear layers and embeddings around plain attention; False for anything else that processes its
+    weights, such as quantised layers, mixtures of experts or latent attention (MLA).
     """
     for module in model.modules():
         method = getattr(module, "quant_method", None)

@@ -1,5 +1,4 @@
-"""Buckets in Ray's object store. A module of its own, because vLLM's processes, which know the other routes, do without
-Ray."""
+"""Buckets in Ray's object store. A separate module, because vLLM's processes import the other routes but not Ray."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,14 +11,14 @@ from actors.weights.channel import Sender
 from rlhf.training.weights import TensorSpec
 
 StoredBucket = tuple[tuple[TensorSpec, ...], ray.ObjectRef]
-"""What lies where in a bucket, and its bytes."""
+"""A bucket's layout and its bytes."""
 
 
 class ObjectStoreSender(Sender):
     """Learner rank 0: stores every bucket."""
 
     def __init__(self) -> None:
-        self.references: list[ray.ObjectRef] = []  # of what was sent, in order
+        self.references: list[ray.ObjectRef] = []  # to what was sent, in order
 
     def free_slot(self, bucket: int, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
@@ -28,13 +27,13 @@ class ObjectStoreSender(Sender):
         self.references.append(ray.put(data.numpy()))
 
     def drain(self) -> None:
-        """A bucket is stored once it is sent."""
+        """Buckets are stored as they are sent."""
 
     def close(self) -> None:
-        """Nothing is on its way."""
+        """Nothing is in flight."""
 
 
 def fetch(buckets: Sequence[StoredBucket], timeout_s: float) -> Iterator[tuple[tuple[TensorSpec, ...], Any]]:
-    """Each bucket's specs and bytes, one bucket at a time: a NumPy array (uint8) to be read only."""
+    """Each bucket's specs and bytes (a read-only NumPy array, uint8), one bucket at a time."""
     for specs, reference in buckets:
         yield specs, ray.get(reference, timeout=timeout_s)

@@ -18,7 +18,7 @@ from rlhf.errors import RlhfError, WeightSyncError
 
 @dataclass(frozen=True)
 class PublishResult:
-    """What became of a version: who samples with it, and who failed (died, late, or received other bytes)."""
+    """Which workers sample with the new version, and which failed (died, were late, or received other bytes)."""
 
     committed: tuple[Member, ...]
     failed: dict[Member, RlhfError]
@@ -48,7 +48,7 @@ def publish(version: int, transport: Transport, members: Sequence[Member], deadl
 
 @dataclass
 class Publication:
-    """A publish under way. Each wait for workers takes half of the time left, so that a late one leaves others time."""
+    """A publish in progress. Each wait for workers may take half of the time left, so a late one leaves others time."""
 
     version: int
     deadline: Deadline
@@ -59,7 +59,7 @@ class Publication:
     join_s: float = 0.0
 
     def begin(self, members: Iterable[Member]) -> dict[Member, int]:
-        """Stops the members; returns how many processes each of them has."""
+        """Stops the members; returns how many engine processes each has."""
         return self._ask(members, "begin_update", doing="preparing for new weights")
 
     def transfer(self, transport: Transport, waiting: dict[Member, int]) -> None:
@@ -79,7 +79,7 @@ class Publication:
         return list(self._ask(finished, "commit", self.version, doing="committing weights"))
 
     def _ask(self, members: Iterable[Member], method: str, *args: Any, doing: str) -> dict[Member, Any]:
-        """The answers of those that give one; the others have failed."""
+        """Answers by member; those that give none are counted as failed."""
         call = ActorGroup(list(members)).call(method, *args, deadline=self.deadline.half(), doing=doing)
         answers, failed = call.gather()
         self.failed |= failed
@@ -90,8 +90,8 @@ class Publication:
             if sums != sent:
                 wrong = [i for i, (a, b) in enumerate(zip(sent, sums, strict=False)) if a != b]
                 self.failed[member] = WeightSyncError(
-                    f"{member}, process {process}: weight version {self.version} arrived changed in bucket(s) {wrong} "
-                    f"of {len(sent)} ({len(sums)} received); it was not committed"
+                    f"{member}, process {process}: weight version {self.version} arrived corrupted in bucket(s) "
+                    f"{wrong} of {len(sent)} ({len(sums)} received); it was not committed"
                 )
                 return
         self.verified.append(member)

@@ -1,6 +1,6 @@
 """The routes that weights may take from the learner to rollout workers, and which of them a run takes.
 
-A route is one class here and its line in ``ROUTES``. What they do on the way is in the module each of them names.
+A route is one class here and its line in ``ROUTES``. How it moves buckets is in the module that it imports from.
 """
 
 from abc import ABC, abstractmethod
@@ -25,7 +25,7 @@ class SessionRoute(ABC):
     Learner ranks send, every process of a worker's engine receives.
     """
 
-    needs_handles: ClassVar[bool] = False  # receivers map the senders' rings: they join when the learner has
+    needs_handles: ClassVar[bool] = False  # receivers map the senders' rings, so they join after the learner
 
     @abstractmethod
     def ring(self, rank: int, num_bytes: int, device: torch.device) -> Ring | None:
@@ -33,13 +33,13 @@ class SessionRoute(ABC):
 
     @abstractmethod
     def sender(self, session: Session, ring: Ring) -> Sender:
-        """The end of a learner rank that has a ring."""
+        """The sending end, on a learner rank that has a ring."""
 
     @abstractmethod
     def receiver(
         self, session: Session, number: int, device: torch.device, *, slot_bytes: int, handles: Mapping[str, bytes]
     ) -> Receiver:
-        """The end of receiver ``number``. ``handles``: those of all learner ranks' rings, where they are needed."""
+        """The end of receiver ``number``. ``handles``: of all learner ranks' rings, if the route needs them."""
 
 
 class Broadcast(SessionRoute):
@@ -64,7 +64,7 @@ class Share(SessionRoute):
 
     def ring(self, rank: int, num_bytes: int, device: torch.device) -> Ring:
         memory, handle = shareable_memory(num_bytes, device)
-        # On CPU all ranks are in one place: there the first serves all receivers.
+        # On CPU all ranks are in one place, and the first serves all receivers.
         place = place_of(device) if device.type == "cuda" or rank == 0 else f"cpu/{rank}"
         return Ring(memory, {place: handle})
 
@@ -82,11 +82,11 @@ class ObjectStore:
     """Ray's object store (shared memory on one node, the network between nodes), from learner rank 0.
 
     No session: the learner stores all buckets, then each worker's actor fetches them and hands them to its engine.
-    Imports Ray late: vLLM's processes read this module too.
+    Imports Ray late: vLLM's processes import this module too.
     """
 
     def sender(self) -> "ObjectStoreSender":
-        """The end of learner rank 0."""
+        """The sending end, on learner rank 0."""
         from actors.weights.object_store import ObjectStoreSender
 
         return ObjectStoreSender()
@@ -94,7 +94,7 @@ class ObjectStore:
     def receiver(
         self, buckets: Sequence["StoredBucket"], timeout_s: float
     ) -> Iterator[tuple[tuple[TensorSpec, ...], Any]]:
-        """The end of a worker's actor: as object_store.fetch."""
+        """The receiving end, in a worker's actor: see object_store.fetch."""
         from actors.weights.object_store import fetch
 
         return fetch(buckets, timeout_s)
@@ -108,14 +108,14 @@ ROUTES: dict[str, SessionRoute | ObjectStore] = {
 
 
 def session_route(name: str) -> SessionRoute:
-    """A route of ``ROUTES`` that is known to be one of a session."""
+    """The route of this name, which must be one that moves buckets in a session."""
     route = ROUTES[name]
     assert isinstance(route, SessionRoute), f"{name} needs no session"
     return route
 
 
 def choose_route(device: Device, *, colocated: bool) -> str:
-    """By name: the one for workers on this kind of device, which share the learner's GPUs or do not."""
+    """The name of the route to workers on this device. ``colocated``: they share the learner's GPUs."""
     if device == "cpu":
         return "object_store"
     return "share" if colocated else "broadcast"

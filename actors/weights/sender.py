@@ -17,7 +17,7 @@ from rlhf.training.weights import Layout, TensorSpec, bucket_layout, bucket_size
 class WeightSender:
     """Packs the weights into buckets and sends them. ``send`` and ``store`` are collective over the ranks.
 
-    A route's ring of buckets is made when it is first joined and kept: NUM_SLOTS buckets of device memory.
+    A route's ring, NUM_SLOTS buckets of device memory, is allocated when it is first joined, and kept.
     """
 
     def __init__(self, model: PackedModel, device: torch.device, bucket_bytes: int) -> None:
@@ -26,7 +26,7 @@ class WeightSender:
         self._store: dist.TCPStore | None = None
         self._rings: dict[str, Ring | None] = {}  # by route
         self._session: Session | None = None
-        self._sender: Sender | None = None  # in the session
+        self._sender: Sender | None = None  # for the session
 
     def host_rendezvous(self, address: str, timeout_s: float) -> int:
         """Opens the store in which all sessions meet; returns its port (rank 0)."""
@@ -35,7 +35,7 @@ class WeightSender:
         return self._store.port
 
     def join(self, route: str, rendezvous: Rendezvous, timeout_s: float) -> dict[str, bytes]:
-        """Leaves the session before and joins this one; returns the handles of this rank's ring, by place.
+        """Leaves the previous session and joins this one; returns the handles of this rank's ring, by place.
 
         Raises TransferAbortedError.
         """
@@ -50,22 +50,22 @@ class WeightSender:
         return dict(ring.handles)
 
     def send(self, timeout_s: float) -> list[int]:
-        """Sends every bucket to the session joined last; returns their checksums (rank 0; empty elsewhere).
+        """Sends every bucket to the current session; returns their checksums (rank 0; empty elsewhere).
 
-        Raises TransferAbortedError, but not before the last gather.
+        Raises TransferAbortedError, but only after the last gather.
         """
         assert self._session is not None, "join comes before send"
         self._session.renew(timeout_s)
         return self._send_all(self._sender)
 
     def store(self) -> list[tuple[StoredBucket, int]]:
-        """Each bucket in the object store, and its checksum (rank 0; empty elsewhere); for models on CPU."""
+        """Stores every bucket; returns each with its checksum (rank 0; empty elsewhere). For models on CPU."""
         sender = ObjectStore().sender() if self._rank == 0 else None
         sums = self._send_all(sender)
         return list(zip(zip(self.layout, sender.references, strict=True), sums, strict=True)) if sender else []
 
     def _send_all(self, sender: Sender | None) -> list[int]:
-        """Checksums as ``send``'s. A rank without a sender takes part in the gathers only."""
+        """Returns checksums as ``send`` does. A rank without a sender only takes part in the gathers."""
         buckets = walk_buckets(self._model, self.layout)
         try:
             return self._pack_and_send(buckets, sender) if sender is not None else []
@@ -87,7 +87,7 @@ class WeightSender:
         return torch.stack(sums).tolist() if sums else []
 
     def _leave(self) -> None:
-        """At once when a transfer is off: a broadcast to the dead holds the device."""
+        """Called at once when a transfer is aborted: a broadcast to a dead process holds the device."""
         if self._sender is not None:
             self._sender.close()
         self._sender = None

@@ -1,4 +1,4 @@
-"""Buckets in a ring that the sender fills and its receivers map: CUDA IPC on one GPU, on CPU memory of the node."""
+"""Buckets in a ring that the sender fills and its receivers map: CUDA IPC on one GPU, shared memory on CPU."""
 
 import os
 import pickle
@@ -13,7 +13,7 @@ from actors.weights.channel import NUM_SLOTS, Receiver, Ring, Sender, Session, w
 
 
 class SharedSender(Sender):
-    """A learner rank, for the receivers on its GPU: it fills slots, they say when they have emptied them."""
+    """A learner rank, for the receivers on its GPU: it fills slots, they report when they have emptied them."""
 
     def __init__(self, session: Session, ring: Ring, place: str) -> None:
         self._session, self._ring, self._place = session, ring, place
@@ -41,7 +41,7 @@ class SharedSender(Sender):
             )
 
     def close(self) -> None:
-        """The ring is the caller's, who may use it again."""
+        """The ring belongs to the caller, who may reuse it."""
 
 
 class SharedReceiver(Receiver):
@@ -70,16 +70,16 @@ class SharedReceiver(Receiver):
 
 
 def place_of(device: torch.device) -> str:
-    """Which memory a device's processes share: the UUID of a GPU; on CPU simply 'cpu'."""
+    """Names the memory that a device's processes share: the UUID of a GPU, or simply 'cpu'."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
 
 
 def shareable_memory(num_bytes: int, device: torch.device) -> tuple[Tensor, bytes]:
-    """Zeroed bytes (uint8) that other processes on the same device can map, and the handle to do so."""
+    """Zeroed bytes (uint8) that other processes on the same device can map, and the handle to map them."""
     if device.type == "cpu":
         path = f"/proc/{os.getpid()}/fd/{os.memfd_create('rlhf-weights')}"
         return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8), path.encode()
-    # CUDA IPC hands out plain segments only; this process's others may grow (actors.environment.gpu_env).
+    # CUDA IPC shares only plain segments; this process's others are expandable (actors.environment.gpu_env).
     torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
     memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     torch._C._accelerator_setAllocatorSettings(os.environ.get("PYTORCH_ALLOC_CONF", ""))
@@ -87,7 +87,7 @@ def shareable_memory(num_bytes: int, device: torch.device) -> tuple[Tensor, byte
 
 
 def open_memory(handle: bytes, device: torch.device) -> Tensor:
-    """The memory of ``shareable_memory`` in another process."""
+    """Maps the memory of ``shareable_memory`` in another process."""
     if device.type == "cpu":
         path = Path(handle.decode())
         return torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)

@@ -1,6 +1,6 @@
-"""The driver's part in moving weights from the learner to workers: one attempt, by either kind of route.
+"""The driver's part in moving weights from the learner to workers: one attempt, in a session or by the object store.
 
-The learner's failure is raised, a worker's is reported; the caller goes on without it.
+The learner's failure is raised; a worker's is reported, and the caller continues without it.
 """
 
 import time
@@ -19,14 +19,14 @@ from actors.weights.routes import ROUTES, SessionRoute, session_route
 from rlhf.errors import RlhfError, WeightSyncError
 from rlhf.training.weights import Layout, bucket_size, to_plain
 
-GRACE_S = 10.0  # after a transfer was aborted, a process that does not answer for this long counts as hung
+GRACE_S = 10.0  # after an abort, a process that does not answer for this long counts as hung
 
 
 @dataclass(frozen=True)
 class Transfer:
     """What one attempt achieved. A member in neither mapping has to begin again."""
 
-    sent: list[int]  # the learner's checksums; of no use if nobody received
+    sent: list[int]  # the learner's checksums; meaningless if no worker received
     received: dict[Member, list[list[int]]]  # those of each worker's processes
     failed: dict[Member, RlhfError]
     num_bytes: int
@@ -37,18 +37,18 @@ class Transport(Protocol):
     """Moves the learner's weights to workers."""
 
     def transfer(self, members: Mapping[Member, int], deadline: Deadline) -> Transfer:
-        """One attempt to reach the members (with the number of their processes). Raises what the learner raises."""
+        """One attempt to reach the members, given with their numbers of processes. Raises what the learner raises."""
         ...
 
 
 def make_transport(learner: ActorGroup, route: str) -> Transport:
-    """What drives a route, by its name."""
+    """The transport for a route, by the route's name."""
     in_session = isinstance(ROUTES[route], SessionRoute)
     return SessionTransport(learner, route) if in_session else ObjectStoreTransport(learner)
 
 
 class ObjectStoreTransport:
-    """The learner stores the whole model, a bucket per object; the workers are given the references."""
+    """The learner stores the whole model, a bucket per object; the workers get the references."""
 
     def __init__(self, learner: ActorGroup) -> None:
         self._learner = learner
@@ -69,7 +69,7 @@ class SessionTransport:
 
     def __init__(self, learner: ActorGroup, route: str) -> None:
         self._learner, self._route = learner, route
-        self._members: dict[Member, int] = {}  # of the session that stands
+        self._members: dict[Member, int] = {}  # of the current session
         self._rendezvous = Rendezvous("", 0, "", 0)
         self._layout: Layout = []
         self._store: dist.TCPStore | None = None
@@ -93,7 +93,7 @@ class SessionTransport:
         return Transfer(moving.answers.get(root, []), received, failed, num_bytes, join_s)
 
     def _connect(self, deadline: Deadline) -> None:
-        """Has learner rank 0 host the store of all sessions; once."""
+        """Has learner rank 0 host the store of all sessions, the first time."""
         if self._store is not None:
             return
         root = ActorGroup(self._learner.members[:1])
@@ -104,7 +104,7 @@ class SessionTransport:
         self._store = dist.TCPStore(self._address, self._port, is_master=False, wait_for_workers=False, timeout=timeout)
 
     def _join(self, members: Mapping[Member, int], deadline: Deadline) -> dict[Member, RlhfError]:
-        """Opens a session with these members; returns who failed, which is nobody if it stands."""
+        """Opens a session with these members; returns those that failed, none if it is open."""
         self._members = {}
         self._rendezvous = Rendezvous(self._address, self._port, f"weights-{uuid4().hex}", sum(members.values()))
         doing = "joining a weight session"
@@ -126,7 +126,7 @@ class SessionTransport:
     def _invitations(
         self, members: Mapping[Member, int], handles: dict[str, bytes], deadline: Deadline
     ) -> Iterator[dict[str, Any]]:
-        """What BucketReceiver.join needs, for every member; plain, because vLLM's processes will be told."""
+        """The arguments of BucketReceiver.join for every member; plain types, because vLLM's processes get them."""
         layout, first_receiver = to_plain(self._layout), 0
         for num_processes in members.values():
             yield {
@@ -140,10 +140,10 @@ class SessionTransport:
             first_receiver += num_processes
 
     def _settle(self, call: Call[Any], deadline: Deadline) -> dict[Member, RlhfError]:
-        """Waits for all; at the first failure, or at the call's own deadline, aborts the session for everyone in it.
+        """Waits for all; at the first failure, or at the call's own deadline, aborts the session.
 
-        Returns the workers at fault; others only ran into the abort. Raises the learner's failure, and WeightSyncError
-        where the transfer broke and nobody died of it.
+        Returns the workers at fault, without those that only ran into the abort. Raises the learner's failure, or
+        WeightSyncError if the transfer broke and no process is at fault.
         """
         if call.wait(until_failure=True):
             return {}
@@ -153,10 +153,10 @@ class SessionTransport:
         dist.PrefixStore(self._rendezvous.name, self._store).set("off", reason.splitlines()[0][:300])
         call.wait(min(GRACE_S, deadline.left_s / 2))
         call.give_up()
-        guilty = {m: error for m, error in call.failed.items() if not isinstance(error, TransferAbortedError)}
+        at_fault = {m: error for m, error in call.failed.items() if not isinstance(error, TransferAbortedError)}
         for member in self._learner.members:
-            if member in guilty:
-                raise guilty[member]
-        if not guilty:
+            if member in at_fault:
+                raise at_fault[member]
+        if not at_fault:
             raise WeightSyncError(f"weights could not be moved ({self._route}): {reason}; see the workers' logs")
-        return guilty
+        return at_fault

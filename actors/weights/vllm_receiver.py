@@ -1,10 +1,11 @@
 """The receiving end of a weight publish, inside vLLM's worker processes.
 
-Named as vLLM's ``worker_extension_cls``, so that importing it in every worker process registers our engine with vLLM's
-native weight-transfer API, which makes it, and starts and finishes updates. Joining and receiving are calls of our own
-(``WorkerExtension``): they tell the checksum of every bucket as it arrived, and why a transfer was aborted if it was.
+Named as vLLM's ``worker_extension_cls``, so that every worker process imports it, which registers our engine with
+vLLM's native weight-transfer API. vLLM creates the engine, and starts and finishes updates. Joining and receiving are
+our own calls (``WorkerExtension``): they return the checksum of every bucket as it arrived, or why the transfer was
+aborted.
 
-Weights are copied straight into the live model where vLLM keeps them as loaded; else through its layer-wise reload.
+Weights are copied straight into the live model if vLLM keeps them as loaded, else loaded by its layer-wise reload.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,19 +37,19 @@ BACKEND = "rlhf"
 
 
 class BucketReceiver(WeightTransferEngine[WeightTransferInitInfo, WeightTransferUpdateInfo]):
-    """Receives buckets, sums them up, and loads them."""
+    """Receives buckets, computes their checksums and loads them."""
 
     init_info_cls = WeightTransferInitInfo
     update_info_cls = WeightTransferUpdateInfo
 
-    unwritten: list[str]  # modules that the last update left as they were, wholly or in part
+    unwritten: list[str]  # modules that the last update did not write, or not completely
     _session: Session | None = None
     _receiver: Receiver | None = None
     _layout: Layout | None = None
     _plan: LoadPlan | None = None
-    _copies: dict[int, Copies]  # by bucket; of this session
-    _reloading = False  # vLLM's layer-wise reload is under way
-    _partial: Tensor  # a tensor of which not all rows have come
+    _copies: dict[int, Copies]  # of this session, by bucket
+    _reloading = False  # vLLM's layer-wise reload is in progress
+    _partial: Tensor  # a tensor whose rows have not all arrived
 
     def join(
         self,
@@ -60,10 +61,10 @@ class BucketReceiver(WeightTransferEngine[WeightTransferInitInfo, WeightTransfer
         handles: Mapping[str, bytes],
         timeout_s: float,
     ) -> None:
-        """Leaves the session before and joins this one. Raises TransferAbortedError.
+        """Leaves the previous session and joins this one. Raises TransferAbortedError.
 
-        ``rendezvous``: a Rendezvous as a dict. This engine's processes are receivers from ``first_receiver`` on.
-        ``handles``: of the senders' rings, by place, where the route needs them.
+        ``rendezvous``: a Rendezvous as a dict. This engine's processes are numbered from ``first_receiver``.
+        ``handles``: of the senders' rings, by place, if the route needs them.
         """
         self.shutdown()
         if (new_layout := from_plain(layout)) != self._layout:
@@ -91,7 +92,7 @@ class BucketReceiver(WeightTransferEngine[WeightTransferInitInfo, WeightTransfer
         return self._plan is not None
 
     def start_weight_update(self) -> None:
-        if self._reloading:  # an update before was broken off: this puts its layers together again, whatever is in them
+        if self._reloading:  # the last update broke off: this reassembles its layers, whatever they hold
             finalize_layerwise_reload(self.model, self.model_config)
             self._reloading = False
 
@@ -100,24 +101,24 @@ class BucketReceiver(WeightTransferEngine[WeightTransferInitInfo, WeightTransfer
         assert self._session is not None and self._receiver is not None and self._layout is not None
         self._session.renew(timeout_s)
         buckets = self._receiver.buckets([bucket_size(specs) for specs in self._layout])
-        if self._plan is None:  # vLLM's loader keeps references, and slots are filled again
+        if self._plan is None:  # vLLM's loader keeps references, but slots are reused
             buckets = (bucket.clone() for bucket in buckets)
         try:
             return self._load(self._layout, buckets)
         except TransferAbortedError:
-            self.shutdown()  # at once: a broadcast from the dead holds the device
+            self.shutdown()  # at once: a broadcast from a dead process holds the device
             raise
 
     def receive_objects(self, layout: Layout, data: Sequence[Any]) -> list[int]:
         """Loads buckets, given as NumPy arrays of bytes; returns their checksums. For models on CPU."""
-        assert self._plan is None, "a plan is for buckets that have the same slots in every update"
+        assert self._plan is None, "a plan needs buckets that have the same slots in every update"
         return self._load(layout, (torch.from_numpy(array.copy()) for array in data))
 
     @torch.no_grad()
     def _load(self, layout: Layout, buckets: Iterable[Tensor]) -> list[int]:
-        """Returns the checksum of each bucket as it arrived, once all are loaded."""
+        """Loads all buckets; returns the checksum of each as it arrived."""
         sums = []
-        # buckets first: asking for one more is what tells the sender that the last is emptied
+        # buckets first in zip: asking for the next one signals to the sender that the last is emptied
         for index, (bucket, specs) in enumerate(zip(buckets, layout, strict=True)):
             sums.append(checksum(bucket))
             if self._plan is None:
@@ -152,7 +153,7 @@ class BucketReceiver(WeightTransferEngine[WeightTransferInitInfo, WeightTransfer
     def finish_weight_update(self) -> None:
         self.unwritten = []
         if not self._reloading:
-            return  # a LoadPlan writes every element, or is none
+            return  # a LoadPlan writes every element
         self.unwritten = unwritten_modules(self.model, self._elements)
         finalize_layerwise_reload(self.model, self.model_config)
         self._reloading = False
@@ -161,7 +162,7 @@ class BucketReceiver(WeightTransferEngine[WeightTransferInitInfo, WeightTransfer
 
     @torch.no_grad()
     def read_back(self) -> list[int]:
-        """The buckets' checksums, from the live parameters: the learner's own, if every byte is where it belongs.
+        """The buckets' checksums from the live parameters: equal to the learner's if every byte is where it belongs.
 
         For models that are loaded in place and not sharded over processes.
         """
@@ -181,14 +182,14 @@ class BucketReceiver(WeightTransferEngine[WeightTransferInitInfo, WeightTransfer
         self._copies = {}
 
     def _unused(self, *args: Any) -> None:
-        """Abstract in vLLM (the last only in 0.25); ``join`` and ``receive_...`` say more of what came of them."""
+        """Abstract in vLLM (the last only in 0.25); ``join`` and ``receive_...`` replace them and return more."""
         raise NotImplementedError
 
     init_transfer_engine = receive_weights = trainer_send_weights = _unused
 
 
 def parameter_elements(model: torch.nn.Module) -> dict[str, int]:
-    """Of each module that has parameters: how many elements; of tied ones the first."""
+    """The number of elements of each module that has parameters; tied ones count for the first module."""
     elements: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         module = name.rpartition(".")[0]
@@ -197,7 +198,7 @@ def parameter_elements(model: torch.nn.Module) -> dict[str, int]:
 
 
 def unwritten_modules(model: torch.nn.Module, elements: dict[str, int]) -> list[str]:
-    """Modules of which vLLM's reload, about to be finished, has not loaded every element. vLLM itself only warns."""
+    """Modules that vLLM's reload, about to finish, has not loaded completely. vLLM itself only warns."""
     unwritten = []
     for name, wanted in elements.items():
         layer = model.get_submodule(name)
@@ -211,7 +212,7 @@ def unwritten_modules(model: torch.nn.Module, elements: dict[str, int]) -> list[
 
 
 def repack_tied_heads(model: torch.nn.Module) -> None:
-    """On CPU a tied LM head keeps a packed copy of the OLD weights through vLLM's reload; packs it again."""
+    """Repacks tied LM heads: on CPU they keep a packed copy of the OLD weights through vLLM's reload."""
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)
@@ -224,23 +225,23 @@ class WorkerExtension:
     vllm_config: Any
 
     def peak_gpu_memory_bytes(self) -> int:
-        """The most that this process has had reserved."""
+        """The most GPU memory that this process has reserved."""
         return torch.cuda.max_memory_reserved()
 
     def reserved_gpu_memory_bytes(self) -> int:
-        """What this process holds now, torch's cache emptied."""
+        """The GPU memory that this process holds after emptying torch's cache."""
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved()
 
     def begin_weight_update(self) -> None:
-        """vLLM's ``start_weight_update``, which refuses to follow an update that was broken off."""
+        """vLLM's ``start_weight_update``, made to work after an update that broke off."""
         self._weight_update_active = False
         self.start_weight_update()  # type: ignore[attr-defined]
 
     def join_session(self, info: dict[str, Any]) -> str:
         """BucketReceiver.join with ``info`` as its arguments; returns why it was aborted, or ''.
 
-        An error would not reach the worker's actor as itself; nor in ``receive_session``.
+        An error would lose its type on the way to the worker's actor, here as in ``receive_session``.
         """
         try:
             self.weight_transfer_engine.join(**info)
@@ -249,7 +250,7 @@ class WorkerExtension:
         return ""
 
     def receive_session(self, timeout_s: float) -> tuple[list[int], str]:
-        """(the checksum of every bucket of the session joined last, why the transfer was aborted if it was)."""
+        """(checksums of the current session's buckets, why the transfer was aborted or '')."""
         try:
             with set_current_vllm_config(self.vllm_config):
                 return self.weight_transfer_engine.receive_session(timeout_s), ""
@@ -257,19 +258,19 @@ class WorkerExtension:
             return [], str(error)
 
     def receive_objects(self, layout: PlainLayout, data: list[Any]) -> list[int]:
-        """As BucketReceiver's."""
+        """See BucketReceiver.receive_objects."""
         with set_current_vllm_config(self.vllm_config):
             return self.weight_transfer_engine.receive_objects(from_plain(layout), data)
 
     def unwritten_modules(self) -> list[str]:
-        """As BucketReceiver's, of the update just finished."""
+        """Modules that the update just finished left unwritten."""
         return self.weight_transfer_engine.unwritten
 
     def loads_weights_in_place(self) -> bool:
         return self.weight_transfer_engine.loads_in_place
 
     def read_back_weights(self) -> list[int]:
-        """As BucketReceiver.read_back."""
+        """See BucketReceiver.read_back."""
         return self.weight_transfer_engine.read_back()
 
 

@@ -1,6 +1,6 @@
-"""TRL's GRPO trainer at the work of bench_step: colocated vLLM with sleep mode, one GPU. Needs TRL (1.16 was used).
+"""TRL's GRPO trainer on the work of bench_step: colocated vLLM with sleep mode, one GPU. Needs TRL (1.16 was used).
 
-bench_step starts it; by itself: python -m benchmarks.peers.trl_grpo MODEL_DIR --out result.json
+bench_step starts it; to run it alone: python -m benchmarks.peers.trl_grpo MODEL_DIR --out result.json
 """
 
 import argparse
@@ -19,7 +19,7 @@ ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "1
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago: several of these may run side by side, each on its GPU."""
+    """A TCP port that was free a moment ago: several of these may run side by side, each on its own GPU."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
@@ -40,7 +40,7 @@ class Clock:
         self.tokens: list[int] = []
 
     def reward(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
-        """The share of even tokens, as our ``even_tokens``; called once per generated batch."""
+        """The share of even tokens, like our ``even_tokens``; called once per generated batch."""
         self.tokens.append(sum(map(len, completion_ids)))
         return [sum(token % 2 == 0 for token in ids) / max(1, len(ids)) for ids in completion_ids]
 
@@ -59,7 +59,7 @@ class Clock:
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds from one step's end to the next one's, and completion tokens, of every step but the first."""
+    """Seconds from one step's end to the next, and completion tokens, for every step but the first."""
     import trl
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer

@@ -112,9 +112,7 @@ def test_a_group_that_no_worker_survives_ends_the_run(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     poison = ("rollout.max_failures=2", "rollout.engine_args.scheduler_cls=poison.Poisoned")
     config = tiny_config(*poison, "learner.num_ranks=1", "algorithm.beta=0")
-    message = (
-        r"2 workers in a row failed while they sampled prompt \d+ \(rollout.max_failures\); .*this group is poison"
-    )
+    message = r"2 workers in a row failed while sampling prompt \d+ \(rollout.max_failures\); .*this group is poison"
     with pytest.raises(ActorError, match=message), recorded_run(config, notes := []) as run:
         run.driver.run()
     assert len(notes) == 2, notes
@@ -210,7 +208,7 @@ def test_scaling_while_training(ray_session: None, tiny_model_dir: Path, tmp_pat
         out, _ = train.communicate(timeout=120)
         assert train.returncode == 130, out
         assert "\nscaled: on the Ray cluster at " in f"\n{out}", out
-        assert "1 -> 3 default worker(s): asked for by rlhf scale" in out
+        assert "1 -> 3 default worker(s): requested by rlhf scale" in out
     finally:
         train.kill()
         train.wait(timeout=30)

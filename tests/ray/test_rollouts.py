@@ -111,7 +111,7 @@ def test_a_worker_that_received_other_weights_never_serves_them(ray_session: Non
         bad, good = pool.members()
         ask_engine(bad, FakeEngine.corrupt)
         pool.publish(2)
-        assert "weight version 2 arrived changed in bucket(s) [0] of 1" in notes[0]
+        assert "weight version 2 arrived corrupted in bucket(s) [0] of 1" in notes[0]
         assert bad not in pool.members() and good in pool.members()
         check(sample(pool, group_size=3), version=2)
     assert len(notes) == 1, notes

@@ -134,7 +134,7 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(tiny_model_dir: Pa
         process.kill()
     assert process.returncode == 130, output
     assert "stopping at the end of this step" in output
-    assert "goes on from there" in output
+    assert "resumes from there" in output
     done = lines(metrics)[-1]["step"]
     assert (tmp_path / "checkpoints" / f"step-{done:06d}" / "driver.json").is_file()
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "interrupted"
@@ -208,7 +208,7 @@ def test_a_dead_rank_is_named_at_once(ray_session, tiny_config) -> None:
     member = group.members[0]
     pid = ray.get(member.handle.__ray_call__.remote(lambda actor: os.getpid()), timeout=30)
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(ActorError, match=r"reward\[0\] on \S+: died while giving rewards"):
+    with pytest.raises(ActorError, match=r"reward\[0\] on \S+: died while computing rewards"):
         reward.score([Rollout(Prompt(0, [5], "x"), 0, [6], np.zeros(1, np.int32), "stop")]).result()
 
 

@@ -243,7 +243,7 @@ def test_changed_bytes_are_not_committed(transport: SessionTransport, workers: l
     ray.get(workers[0].handle.misbehave.remote("change", 7), timeout=60)
     result = run(5, transport, workers)
     assert set(result.committed) == set(workers[1:])
-    with pytest.raises(WeightSyncError, match=r"rollout\[0\].*version 5 arrived changed in bucket\(s\) \[7\] of 21"):
+    with pytest.raises(WeightSyncError, match=r"rollout\[0\].*version 5 arrived corrupted in bucket\(s\) \[7\] of 21"):
         raise result.failed[workers[0]]
     assert held(workers[:1], 5)[0][0] == -1
 

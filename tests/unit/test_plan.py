@@ -92,7 +92,7 @@ def test_the_command_shows_who_sits_where_and_the_memory_of_each_role(
     assert "1 x [4 CPU, 2 GPU]" in placement["rollout-1"] and "rollout[1]" in placement["rollout-1"]
     assert "8 x [1 CPU]" in placement["reward"]
     assert "asks for 56 CPU, 16 GPU" in shown
-    assert "predicted GiB of each role on one GPU of 80" in shown
+    assert "predicted GiB of each role on one 80 GiB GPU" in shown
     for line in (
         "GPU of learner: 30.8 GiB to train",
         "GPU of reference: 19.2 GiB to score",

@@ -96,11 +96,11 @@ def test_empty_directory_is_filled(tmp_path: Path) -> None:
 
 def test_something_else_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"is there already and is not a finished model.*remove it, or name another"):
+    with pytest.raises(ConfigError, match=r"already exists and is not a finished model.*remove it, or name another"):
         prepare_tiny(tmp_path)
     assert list(contents(tmp_path)) == ["notes.txt"]
     made = prepare_tiny(tmp_path / "tiny")
-    with pytest.raises(ConfigError, match="was made by another rlhf prepare"):
+    with pytest.raises(ConfigError, match="was made by a different rlhf prepare"):
         prepare_tiny(made, seed=1)
 
 
@@ -138,7 +138,7 @@ def test_shapes_are_those_of_qwen() -> None:
 
 
 def test_unknown_size_is_an_error_that_lists_the_sizes(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"size=70b does not exist; use 0\.5b, 1\.5b, 7b"):
+    with pytest.raises(ConfigError, match=r"size=70b: no such size; use 0\.5b, 1\.5b, 7b"):
         prepare_random(tmp_path / "x", size="70b")
 
 

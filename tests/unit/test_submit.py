@@ -167,7 +167,7 @@ def test_a_broken_log_stream_goes_on_where_it_broke(capsys: pytest.CaptureFixtur
 
 def test_a_lost_cluster_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submit, "LOST_CONTACT_TIMEOUT_S", 0.5)
-    with pytest.raises(ClusterError, match="may still run"):
+    with pytest.raises(ClusterError, match="may still be running"):
         asyncio.run(submit.follow(FakeClient(OSError("gone")), "job"))
 
 
