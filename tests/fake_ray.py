@@ -20,6 +20,7 @@ from actors.rollouts.engine_loop import Report
 from actors.rollouts.factory import Launch
 
 IN_FLIGHT = object()  # the answer of a call that has not ended
+PATIENCE_S = 10.0  # for what another thread is about to do
 CHECKSUM = 45  # of the one bucket that fake learners send
 
 
@@ -59,13 +60,20 @@ class FakeActor:
         return SimpleNamespace(remote=lambda *args: self._call(method, args))
 
     def _call(self, method: str, args: tuple[Any, ...]) -> Ref:
-        self.calls.append(Ref(method, args, self.answers.get(method)))
-        return self.calls[-1]
+        with self._changed:
+            self.calls.append(Ref(method, args, self.answers.get(method)))
+            self._changed.notify_all()
+            return self.calls[-1]
 
     def end(self, method: str, answer: Any) -> None:
-        """Ends the oldest call of the method that is in flight."""
+        """Ends the oldest call of the method that is in flight; waits for one where another thread makes them."""
+
+        def in_flight() -> list[Ref]:
+            return [ref for ref in self.calls if ref.method == method and not ref.ended]
+
         with self._changed:
-            next(ref for ref in self.calls if ref.method == method and not ref.ended).answer = answer
+            assert self._changed.wait_for(in_flight, PATIENCE_S), f"nobody has called {method}"
+            in_flight()[0].answer = answer
             self._changed.notify_all()
 
     def report(self, *finished: Completion, generated_tokens: int = 0, silent_s: float = 0.0) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from actors.rollouts.engine import Request, request_seed
@@ -26,7 +27,7 @@ class FakeLLM:
         self.added.append(args)
 
     def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        return self.answers[method]
+        return self.answers[method].pop(0) if method == "receive_objects" else self.answers[method]
 
 
 @pytest.fixture
@@ -106,3 +107,31 @@ def test_what_one_process_says_of_an_update_counts_for_the_engine(engine: VllmEn
     engine.llm.answers["unwritten_modules"] = [["b"], ["a", "b"]]
     with pytest.raises(UnwrittenWeightsError, match=r"leaves 2 module\(s\) of vLLM's model unwritten \(a, b\)"):
         engine.finish_update()
+
+
+def test_checksums_come_by_process_in_the_order_of_buckets(engine: VllmEngine) -> None:
+    engine.llm.answers["receive_objects"] = [[[1], [10]], [[2], [20]], [[3], [30]]]  # by bucket, then by process
+    buckets = [((), np.zeros(1, np.uint8))] * 3
+    assert engine.receive_objects(buckets) == [[1, 2, 3], [10, 20, 30]]
+
+
+def test_an_engine_in_a_process_of_its_own_hands_out_what_it_sampled_before_it_paused(engine: VllmEngine) -> None:
+    core = engine.llm.engine_core
+    assert engine.pause() == []
+    engine.resume()
+
+    waiting, told = ["a", "b"], []
+    core.call_utility = lambda *call: told.append(call)
+    core.outputs_queue = SimpleNamespace(empty=lambda: not waiting)
+    sampled = SimpleNamespace(token_ids=[7], finish_reason="stop", logprobs=None)
+
+    def step() -> list[Any]:
+        return [
+            SimpleNamespace(request_id=waiting.pop(0), finished=True, outputs=[sampled]),
+            SimpleNamespace(request_id="unfinished", finished=False, outputs=[]),
+        ]
+
+    engine.llm.step = step
+    assert [output.key for output in engine.pause()] == ["a", "b"]
+    engine.resume()
+    assert told == [("pause_scheduler", "keep", False), ("resume_scheduler",)]
