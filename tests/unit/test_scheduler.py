@@ -45,6 +45,21 @@ def test_work_is_spread_in_proportion_to_pace() -> None:
     assert counts.count(0) == 30
 
 
+def test_a_worker_is_as_fast_as_its_kind_until_it_has_been_measured() -> None:
+    scheduler = Scheduler(expected_completion_tokens=10)
+    for kind in ("small", "big", "small", "big", "new"):
+        scheduler.started(scheduler.spawn(kind, 1000).id)
+    scheduler.advance(0)
+    for worker in scheduler.workers:
+        scheduler.admit(worker, 0)
+    scheduler.measured(0, 10.0)
+    scheduler.measured(1, 30.0)
+    for _ in range(100):
+        scheduler.enqueue(prompt_id=0, prompt_tokens=0, num_samples=1)
+    counts = [a.worker for a in scheduler.dispatch()]
+    assert [counts.count(worker) for worker in range(5)] == [10, 30, 10, 30, 20], "of a new kind: as fast as the mean"
+
+
 def test_a_full_worker_takes_no_more_and_an_empty_one_takes_anything() -> None:
     scheduler = live_scheduler(4)
     first, second = (scheduler.enqueue(prompt_id=0, prompt_tokens=1, num_samples=6) for _ in range(2))
@@ -154,6 +169,33 @@ def test_an_idle_worker_takes_over_from_a_much_slower_one_only() -> None:
     assert not scheduler.sample_done(fast, 0, num_tokens=3), "the slower copy is not wanted"
     scheduler.sample_done(fast, 1, num_tokens=3)
     assert not scheduler.workers[0].groups and not scheduler.workers[1].groups
+
+
+def test_a_group_has_two_holders_at_most_and_a_third_when_one_of_them_is_gone() -> None:
+    scheduler = live_scheduler(8, 8, 8)
+    group = scheduler.enqueue(prompt_id=0, prompt_tokens=1, num_samples=2)
+    assert scheduler.dispatch() == [Assignment(0, group, (0, 1))]
+    for worker, pace in enumerate((1.0, 100.0, 100.0)):
+        scheduler.measured(worker, pace)
+    assert scheduler.take_over() == [Assignment(1, group, (0, 1))], "one of the two that are idle"
+    assert scheduler.take_over() == []
+    scheduler.fail(1)
+    assert list(scheduler.queue) == [], "the first still has it"
+    assert scheduler.take_over() == [Assignment(2, group, (0, 1))]
+
+
+def test_an_idle_worker_takes_over_what_it_has_room_for_oldest_first() -> None:
+    scheduler = live_scheduler(100, 4)
+    scheduler.suspend(1)
+    groups = [scheduler.enqueue(prompt_id=0, prompt_tokens=1, num_samples=2) for _ in range(3)]
+    scheduler.dispatch()
+    scheduler.admit(1, 0)
+    scheduler.measured(0, 1.0)
+    scheduler.measured(1, 100.0)
+    queued = scheduler.enqueue(prompt_id=0, prompt_tokens=1, num_samples=1)
+    assert scheduler.take_over() == [], "queued groups go first"
+    scheduler.sample_done(queued, 0, num_tokens=1)
+    assert [(a.worker, a.group) for a in scheduler.take_over()] == [(1, groups[0]), (1, groups[1])]
 
 
 class RandomHistory(RuleBasedStateMachine):

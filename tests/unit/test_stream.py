@@ -180,6 +180,31 @@ def test_what_was_under_way_at_a_checkpoint_is_sampled_again() -> None:
     assert sorted(used | set(resumed.state_dict()["pending"])) == list(range(prompts.taken))
 
 
+def test_what_a_resumed_run_has_not_used_is_pending_when_it_is_saved_again() -> None:
+    settings = config(2, staleness=2)
+    stream, _, _ = make(settings)
+    stream.next_batch(0)
+    state = stream.state_dict()
+    assert (state["prompts"], len(state["pending"])) == ({"taken": 6}, 4)
+
+    resumed, _, _ = make(config(1))
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state, "at once"
+    used = [resumed.next_batch(step).rollouts[0].prompt.id for step in (1, 2)]
+    assert used == state["pending"][:2], "in their order, before any new prompt"
+    assert resumed.state_dict() == {"prompts": {"taken": 6}, "pending": state["pending"][2:]}
+
+
+def test_nothing_is_sampled_for_steps_that_will_not_be() -> None:
+    stream, prompts, _ = make(config(2, "num_steps=5", staleness=3))
+    taken = []
+    for step in range(5):
+        assert len(stream.next_batch(step).rollouts) == 2 * GROUP
+        taken.append(prompts.taken)
+    assert taken == [8, 10, 10, 10, 10]
+    assert stream.state_dict()["pending"] == []
+
+
 def test_the_first_to_finish_are_taken_if_the_others_can_wait() -> None:
     assert choose_batch([5, 5, 5], [5, 5, 5], step=3, size=2) == {0, 1}
     assert choose_batch([5], [5, 5], step=4, size=2) is None, "not enough yet"

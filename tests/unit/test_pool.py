@@ -1,0 +1,261 @@
+"""The driver's side of the pool: groups, publishes and sleep, with fake actors that answer on cue."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from actors.group import Deadline, Member
+from actors.rollouts.pool import RolloutPool
+from actors.weights.transports import Transfer
+from rlhf.batch import Prompt
+from rlhf.errors import ActorError, DeadlineError, UnwrittenWeightsError
+from rlhf.recipes import load_config
+from tests.fake_ray import CHECKSUM, IN_FLIGHT, PATIENCE_S, FakeActor, FakeFactory, FakeRay, completion
+
+RECIPE = Path(__file__).resolve().parents[2] / "conf" / "grpo_tiny.yaml"
+PROMPTS = [Prompt(i, [1, 2, i], f"prompt {i}") for i in range(4)]
+UPDATE = ("begin_update", "receive_objects", "finish_update", "commit")
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class OneBucket:
+    """A transport without a learner."""
+
+    def transfer(self, members: Mapping[Member, int], deadline: Deadline) -> Transfer:
+        received = {member: ray.get(member.handle.receive_objects.remote([], deadline.left_s)) for member in members}
+        return Transfer([CHECKSUM], received, {}, num_bytes=10)
+
+
+class Setting:
+    """A pool and what is around it. Its thread hears an answer as soon as a test gives it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *overrides: str, shares_gpus: bool = False) -> None:
+        config = load_config(RECIPE, ["timeouts.generate_s=5", *overrides])
+        self.factory = FakeFactory(FakeRay(monkeypatch))
+        self.notes: list[str] = []
+        self.asked: dict[str, int] = {}  # workers by kind, through `rlhf scale`
+        control: Any = SimpleNamespace(poll=lambda status, targets: self.asked)
+        factory: Any = self.factory
+        self.pool = RolloutPool(config, factory, control, shares_gpus=shares_gpus, note=self.notes.append)
+
+    def serve(self) -> RolloutPool:
+        """The pool, serving version 1."""
+        self.pool.launch()
+        self.pool.await_started()
+        self.pool.connect(OneBucket())
+        self.pool.publish(1)
+        return self.pool
+
+    @property
+    def actors(self) -> list[FakeActor]:
+        return self.factory.actors
+
+
+def until(true: Callable[[], object]) -> None:
+    """Waits for what the pool's thread is about to do."""
+    ends = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+MakeSetting = Callable[..., Setting]
+
+
+@pytest.fixture
+def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeSetting]:
+    """``setting('rollout.num_workers=2')``."""
+    made: list[Setting] = []
+
+    def make(*overrides: str, **settings: bool) -> Setting:
+        made.append(Setting(monkeypatch, *overrides, **settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.pool.close()
+
+
+def keys(group: int, size: int) -> list[str]:
+    return [f"{group}.{sample}" for sample in range(size)]
+
+
+# Groups
+
+
+def test_a_group_comes_back_in_order_whatever_the_order_of_its_completions(setting: MakeSetting) -> None:
+    pool = setting().serve()
+    (worker,) = pool.members()
+    first, other = pool.submit(PROMPTS[:2], group_size=3, with_logprobs=[1])
+    (requests,) = [batch for (batch,) in worker.handle.given("submit")]
+    assert [request.key for request in requests] == [*keys(first, 3), *keys(other, 3)]
+    assert [(r.prompt_id, r.token_ids, r.sample_index) for r in requests[3:]] == [(1, [1, 2, 1], k) for k in range(3)]
+    assert [request.logprobs for request in requests] == [False] * 3 + [True] * 3
+    assert not any(request.greedy for request in requests)
+    worker.handle.report(*[completion(key, version=1) for key in (f"{other}.0", f"{first}.2", f"{first}.0")])
+    worker.handle.report(completion(f"{first}.1", version=1))
+    groups = pool.next_groups([first, other])
+    assert list(groups) == [first]
+    assert [rollout.sample_index for rollout in groups[first]] == [0, 1, 2]
+    for rollout in groups[first]:
+        assert rollout.prompt is PROMPTS[0] and rollout.token_ids == [rollout.sample_index] * 2
+        assert rollout.versions.tolist() == [1, 1] and rollout.finish_reason == "length"
+
+
+def test_all_that_have_finished_come_together_and_others_stay(setting: MakeSetting) -> None:
+    pool = setting().serve()
+    (worker,) = pool.members()
+    ids = pool.submit(PROMPTS, group_size=1, greedy=True)
+    assert all(request.greedy for (batch,) in worker.handle.given("submit") for request in batch)
+    worker.handle.report(*[completion(f"{ids[i]}.0") for i in (2, 3, 1)])
+    assert list(pool.next_groups([ids[0], ids[1], ids[2]])) == [ids[2], ids[1]], "in the order of finishing"
+    assert list(pool.next_groups(ids)) == [ids[3]]
+    worker.handle.report(completion(f"{ids[0]}.0"))
+    assert list(pool.next_groups(ids)) == [ids[0]]
+
+
+def test_a_driver_that_waits_in_vain_is_told_of_what(setting: MakeSetting) -> None:
+    pool = setting("timeouts.generate_s=0.05").serve()
+    ids = pool.submit(PROMPTS[:2], group_size=2)
+    with pytest.raises(DeadlineError, match=r"within 0\.05 s \(workers: 1 live; 0 group\(s\) queued, 2 unfinished\)"):
+        pool.next_groups(ids)
+
+
+def test_a_run_that_cannot_go_on_is_told_so_wherever_it_waits(setting: MakeSetting) -> None:
+    given = setting("rollout.max_failures=2")
+    pool = given.serve()
+    ids = pool.submit(PROMPTS[:1], group_size=1)
+    given.factory.answers["start"] = ValueError("no such model")
+    pool.scale("default", 3, "asked for")
+    for wait in (lambda: pool.next_groups(ids), lambda: pool.publish(2)):
+        with pytest.raises(ActorError, match="2 workers in a row failed before they could serve"):
+            wait()
+
+
+# Publishes
+
+
+@pytest.mark.parametrize("step", UPDATE)
+def test_a_worker_that_fails_a_publish_serves_no_more(setting: MakeSetting, step: str) -> None:
+    given = setting("rollout.num_workers=2")
+    pool = given.serve()
+    ids = pool.submit(PROMPTS[:2], group_size=2)
+    given.factory.answers["start"] = IN_FLIGHT  # no successor meanwhile
+    bad, good = given.actors
+    bad.answers[step] = [[CHECKSUM + 1]] if step == "receive_objects" else RuntimeError("out of memory")
+    metrics = pool.publish(2)
+    assert (metrics["pool/live_workers"], metrics["pool/replaced_workers"]) == (1, 1)
+    assert [member.handle for member in pool.members()] == [good]
+    assert len(given.notes) == 1 and "rollout[0] on 10.0.0.1" in given.notes[0] and given.factory.ended == [0]
+    before = bad.requests()
+    assert set(good.requests()) == {*keys(ids[0], 2), *keys(ids[1], 2)}, "it has taken the other's work"
+    pool.submit(PROMPTS[2:], group_size=2)
+    assert bad.requests() == before
+    assert good.given("commit") == [(1,), (2,)]
+
+
+def test_a_publish_goes_to_all_that_are_up_and_waits_for_nobody_else(setting: MakeSetting) -> None:
+    given = setting("rollout.num_workers=2")
+    pool = given.serve()
+    given.factory.answers["start"] = IN_FLIGHT
+    pool.scale("default", 3, "asked for")
+    until(lambda: len(given.actors) == 3)
+    pool.publish(2)
+    assert [actor.order(*UPDATE) for actor in given.actors] == [[*UPDATE, *UPDATE], [*UPDATE, *UPDATE], []]
+    given.actors[2].end("start", "10.0.0.2")
+    until(lambda: len(pool.members()) == 3)
+    assert not given.actors[2].given("commit"), "while the learner works, nobody may ask it for weights"
+    (group,) = pool.submit(PROMPTS[:1], group_size=1)
+    waiting = threading.Thread(target=pool.next_groups, args=([group],))
+    waiting.start()
+    until(lambda: given.actors[2].given("commit"))
+    assert given.actors[2].given("commit") == [(2,)], "while the driver waits for samples, it is brought up to date"
+    given.actors[0].report(completion(f"{group}.0"))
+    waiting.join()
+    assert given.notes == ["rollout pool: 2 -> 3 default worker(s): asked for"]
+
+
+def test_a_worker_on_its_way_out_is_not_kept_for_a_publish(setting: MakeSetting) -> None:
+    given = setting("rollout.num_workers=2")
+    pool = given.serve()
+    ids = pool.submit(PROMPTS[:2], group_size=2)
+    given.asked = {"default": 1}
+    until(lambda: given.notes)
+    metrics = pool.publish(2)
+    assert (metrics["pool/live_workers"], metrics["pool/wanted_workers"]) == (1, 1)
+    assert metrics["pool/replaced_workers"] == 0
+    assert given.factory.ended == [1] and len(given.actors[1].given("commit")) == 1
+    assert set(given.actors[0].requests()) == {*keys(ids[0], 2), *keys(ids[1], 2)}, "its work is done by another"
+    assert given.notes == ["rollout pool: 2 -> 1 default worker(s): asked for by rlhf scale"]
+
+
+def test_a_model_that_a_publish_cannot_fill_ends_the_run(setting: MakeSetting) -> None:
+    given = setting()
+    pool = given.serve()
+    given.actors[0].answers["finish_update"] = UnwrittenWeightsError("model.path=m: lm_head is left unwritten")
+    with pytest.raises(UnwrittenWeightsError, match="lm_head"):
+        pool.publish(2)
+    assert not given.notes, "another worker would fail too"
+
+
+# Workers that share their GPU with the learner
+
+SHARED = ("wake_weights", "begin_update", "commit", "wake_cache", "sleep")
+
+
+def test_workers_sleep_while_the_learner_works_and_wake_in_two_parts(setting: MakeSetting) -> None:
+    given = setting("rollout.num_workers=2", shares_gpus=True)
+    pool = given.serve()
+    pool.sleep()
+    pool.sleep()
+    with pytest.raises(AssertionError, match="a sleeping pool cannot sample"):
+        pool.submit(PROMPTS, group_size=1)
+    pool.publish(2)
+    awake = ["begin_update", "commit"]
+    for actor in given.actors:
+        assert actor.order(*SHARED) == [*awake, "sleep", "wake_weights", *awake, "wake_cache"]
+    pool.publish(3)
+    assert given.actors[0].order(*SHARED)[-2:] == awake, "it is awake"
+    pool.submit(PROMPTS, group_size=1)
+    assert given.actors[0].requests() and given.actors[1].requests()
+
+
+def test_a_worker_that_comes_up_while_the_others_sleep_is_put_to_sleep(setting: MakeSetting) -> None:
+    given = setting("rollout.num_workers=2", shares_gpus=True)
+    pool = given.serve()
+    given.factory.answers["start"] = IN_FLIGHT
+    given.actors[1].end("collect", RuntimeError("out of memory"))
+    until(lambda: len(given.actors) == 3)
+    pool.sleep()
+    given.actors[2].end("start", "10.0.0.1")
+    until(lambda: given.actors[2].given("sleep"))
+    assert len(given.actors[0].given("sleep")) == 1, "the other sleeps already"
+    pool.publish(2)
+    assert given.actors[2].order(*SHARED) == ["sleep", "wake_weights", "begin_update", "commit", "wake_cache"]
+
+
+def test_a_worker_that_cannot_wake_up_is_replaced(setting: MakeSetting) -> None:
+    given = setting("rollout.num_workers=3", shares_gpus=True)
+    pool = given.serve()
+    given.factory.answers["start"] = IN_FLIGHT
+    given.actors[0].answers["wake_weights"] = RuntimeError("out of memory")
+    given.actors[1].answers["wake_cache"] = RuntimeError("out of memory")
+    pool.sleep()
+    assert pool.publish(2)["pool/live_workers"] == 1
+    assert given.factory.ended == [0, 1] and given.actors[0].order(*SHARED)[-1] == "wake_weights"
+    assert [member.handle for member in pool.members()] == [given.actors[2]]
+
+
+def test_a_pool_with_gpus_of_its_own_never_sleeps(setting: MakeSetting) -> None:
+    given = setting()
+    pool = given.serve()
+    pool.sleep()
+    pool.submit(PROMPTS, group_size=1)
+    assert not given.actors[0].given("sleep")

@@ -1,0 +1,137 @@
+"""What vLLM is told of a request, of pauses and of weights: with fakes in its place."""
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.rollouts.engine import Request, request_seed
+from actors.rollouts.vllm_engine import VllmEngine
+from actors.weights.channel import TransferAbortedError
+from rlhf.errors import UnwrittenWeightsError
+from tests.fake_engine import fake_spec
+
+
+class FakeLLM:
+    """Keeps what it is asked; answers calls of its worker processes as ``answers`` says."""
+
+    def __init__(self) -> None:
+        self.added: list[tuple[Any, ...]] = []
+        self.answers: dict[str, list[Any]] = {}
+        self.engine_core = SimpleNamespace()
+
+    def add_request(self, *args: Any) -> None:
+        self.added.append(args)
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        return self.answers[method].pop(0) if method == "receive_objects" else self.answers[method]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
+    """An engine around a FakeLLM; sampling parameters are what they were made from."""
+    vllm = SimpleNamespace(SamplingParams=lambda **given: given)
+    params = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final"))
+    monkeypatch.setitem(sys.modules, "vllm", vllm)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)  # type: ignore[arg-type]
+    made = object.__new__(VllmEngine)
+    made._spec, made.llm = fake_spec(), FakeLLM()
+    return made
+
+
+def ask(**settings: Any) -> Request:
+    return Request("3.1", 5, [1, 2], 1, **settings)
+
+
+def sampling(engine: VllmEngine, request: Request) -> dict[str, Any]:
+    engine.add(request, 1)
+    return engine.llm.added[-1][2]
+
+
+def test_a_request_uses_no_cache_of_other_weights(engine: VllmEngine) -> None:
+    for version in (1, 1, 2):
+        engine.add(ask(), version)
+    assert [key for key, _, _ in engine.llm.added] == ["3.1"] * 3
+    prompts = [prompt for _, prompt, _ in engine.llm.added]
+    assert all(prompt["prompt_token_ids"] == [1, 2] for prompt in prompts)
+    first, same, other = (prompt["cache_salt"] for prompt in prompts)
+    assert first == same != other
+
+
+def test_a_request_is_sampled_as_the_configuration_says(engine: VllmEngine) -> None:
+    config = replace(
+        engine._spec.config, temperature=0.7, eval_temperature=0.2, top_p=0.9, top_k=40, stop=["</s>"], ignore_eos=True
+    )
+    engine._spec = replace(engine._spec, config=config, seed=3)
+    expected = {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 40,
+        "max_tokens": 4,
+        "stop": ["</s>"],
+        "ignore_eos": True,
+        "detokenize": True,
+        "logprobs": None,
+        "flat_logprobs": True,
+        "seed": request_seed(3, ask()),
+        "output_kind": "final",
+    }
+    assert sampling(engine, ask()) == expected
+    greedy = ask(greedy=True, logprobs=True)
+    assert sampling(engine, greedy) == {**expected, "temperature": 0.2, "seed": request_seed(3, greedy)}
+    assert sampling(engine, ask(logprobs=True))["logprobs"] == 0, "of the sampled token only"
+    engine._spec = replace(engine._spec, logprobs=True, config=replace(config, seed_requests=False, stop=[]))
+    unseeded = sampling(engine, ask())
+    assert (unseeded["logprobs"], unseeded["seed"], unseeded["stop"], unseeded["detokenize"]) == (0, None, None, False)
+
+
+def test_what_one_process_says_of_an_update_counts_for_the_engine(engine: VllmEngine) -> None:
+    engine.llm.answers = {
+        "begin_weight_update": [None, None],
+        "join_session": ["", "the learner died"],
+        "receive_session": [([4, 5], ""), ([4, 6], "")],
+        "finish_weight_update": [None, None],
+        "unwritten_modules": [[], []],
+    }
+    assert engine.begin_update() == 2
+    with pytest.raises(TransferAbortedError, match="the learner died"):
+        engine.join_weights({})
+    assert engine.receive_session(1.0) == [[4, 5], [4, 6]]
+    engine.finish_update()
+    engine.llm.answers["receive_session"] = [([4, 5], ""), ([], "a worker died")]
+    with pytest.raises(TransferAbortedError, match="a worker died"):
+        engine.receive_session(1.0)
+    engine.llm.answers["unwritten_modules"] = [["b"], ["a", "b"]]
+    with pytest.raises(UnwrittenWeightsError, match=r"leaves 2 module\(s\) of vLLM's model unwritten \(a, b\)"):
+        engine.finish_update()
+
+
+def test_checksums_come_by_process_in_the_order_of_buckets(engine: VllmEngine) -> None:
+    engine.llm.answers["receive_objects"] = [[[1], [10]], [[2], [20]], [[3], [30]]]  # by bucket, then by process
+    buckets = [((), np.zeros(1, np.uint8))] * 3
+    assert engine.receive_objects(buckets) == [[1, 2, 3], [10, 20, 30]]
+
+
+def test_an_engine_in_a_process_of_its_own_hands_out_what_it_sampled_before_it_paused(engine: VllmEngine) -> None:
+    core = engine.llm.engine_core
+    assert engine.pause() == []
+    engine.resume()
+
+    waiting, told = ["a", "b"], []
+    core.call_utility = lambda *call: told.append(call)
+    core.outputs_queue = SimpleNamespace(empty=lambda: not waiting)
+    sampled = SimpleNamespace(token_ids=[7], finish_reason="stop", logprobs=None)
+
+    def step() -> list[Any]:
+        return [
+            SimpleNamespace(request_id=waiting.pop(0), finished=True, outputs=[sampled]),
+            SimpleNamespace(request_id="unfinished", finished=False, outputs=[]),
+        ]
+
+    engine.llm.step = step
+    assert [output.key for output in engine.pause()] == ["a", "b"]
+    engine.resume()
+    assert told == [("pause_scheduler", "keep", False), ("resume_scheduler",)]
