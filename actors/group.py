@@ -29,7 +29,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Deadline:
-    """How long a wait may take, and the config key that sets it. Each call starts a copy, unless it is running already."""
+    """How long a wait may take, and the config key that sets it. Each call starts it, unless it is running already."""
 
     seconds: float
     key: str
