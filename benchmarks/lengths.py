@@ -23,11 +23,17 @@ def ragged_length(index: int, longest: int) -> int:
     return min(longest, max(1, round(drawn)))
 
 
+def named_index(request_id: str, group_size: int) -> int | None:
+    """The number of a request that our pool named GROUP.SAMPLE (vLLM appends to that); None for other names."""
+    named = re.match(r"(\d+)\.(\d+)\b", request_id)
+    return int(named[1]) * group_size + int(named[2]) if named else None
+
+
 def ragged_scheduler(vllm_config: Any, **kwargs: Any) -> Any:
     """The scheduler that vLLM would have built, but with each request's ``max_tokens`` shortened to its drawn length.
 
     Requests are numbered as they arrive. In our pool, whose engines share a step's requests, the number follows from
-    the request's name, TASK.SAMPLE.ATTEMPT, and the engine argument ``additional_config={group: N}``. So both sides
+    the request's name, GROUP.SAMPLE, and the engine argument ``additional_config={group: N}``. So both sides
     sample the same lengths in every step.
     """
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -37,9 +43,8 @@ def ragged_scheduler(vllm_config: Any, **kwargs: Any) -> Any:
 
     class RaggedScheduler(base):
         def add_request(self, request: Any) -> None:
-            named = re.match(r"(\d+)\.(\d+)\.", request.request_id)
-            index = int(named[1]) * group + int(named[2]) if named and group else next(numbers)
-            request.max_tokens = ragged_length(index, request.max_tokens)
+            named = None if group is None else named_index(request.request_id, group)
+            request.max_tokens = ragged_length(next(numbers) if named is None else named, request.max_tokens)
             super().add_request(request)
 
     numbers = count()

@@ -11,8 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
+from actors.rollouts.supervisor import request_key
 from benchmarks.common import PHASES, TrainRun, python_module
-from benchmarks.lengths import ragged_length
+from benchmarks.lengths import named_index, ragged_length
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -88,6 +89,12 @@ def test_ragged_lengths_have_the_median_and_the_bounds_they_say() -> None:
     assert abs(statistics.median(drawn) - 330) < 20
     assert min(drawn) >= 1 and max(drawn) == 1024
     assert drawn[:5] == [ragged_length(i, 1024) for i in range(5)] and len(set(drawn[:5])) > 1
+
+
+def test_the_pools_requests_are_numbered_by_name_whichever_engine_gets_them() -> None:
+    assert named_index(request_key(3, 5), group_size=8) == 29
+    assert named_index(request_key(3, 5) + "-1f2e3d4c", group_size=8) == 29, "vLLM appends to the name"
+    assert named_index("cmpl-7", group_size=8) is None
 
 
 def test_a_step_lasts_from_end_to_end_without_evaluation() -> None:
