@@ -132,23 +132,28 @@ class EngineActor(RankActor):
         raise NotImplementedError
 
     def score(self, batch: TrainBatch) -> Part:
+        """This rank's sequences of ``batch``, and the scores of their completion tokens."""
         return self._learner.score(batch)
 
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
+        """Learns from ``batch`` in training step ``step``; the metrics are the same on every rank."""
         self._learner.engine.unpark_optimizer()
         metrics = self._learner.update(batch, step)
         self._rest()
         return metrics
 
     def save(self, directory: str) -> None:
+        """Writes a resumable checkpoint. Collective."""
         self._learner.engine.save(directory)
 
     def load(self, directory: str) -> None:
+        """Reads what ``save`` wrote. Collective."""
         self._learner.engine.unpark_optimizer()
         self._learner.engine.load(directory)
         self._rest()
 
     def save_model(self, directory: str) -> None:
+        """Writes a Hugging Face directory. Collective."""
         self._learner.engine.save_model(directory)
 
 
@@ -180,6 +185,7 @@ class LearnerActor(EngineActor):
         )
 
     def weight_layout(self) -> Layout:
+        """What lies where in each bucket."""
         return self._sender.layout
 
     def host_rendezvous(self, timeout_s: float) -> int:
@@ -187,9 +193,11 @@ class LearnerActor(EngineActor):
         return self._sender.host_rendezvous(self.node(), timeout_s)
 
     def join_weights(self, route: str, rendezvous: Rendezvous, timeout_s: float) -> dict[str, bytes]:
+        """Same as WeightSender.join."""
         return self._sender.join(route, rendezvous, timeout_s)
 
     def send_weights(self, timeout_s: float) -> list[int]:
+        """Same as WeightSender.send."""
         return self._sender.send(timeout_s)
 
     def store_weights(self) -> list[tuple[StoredBucket, int]]:

@@ -34,6 +34,7 @@ class LearnerGroup:
         )
 
     def update(self, batch: TrainBatch, step: int) -> Call[dict[str, float]]:
+        """The metrics of training step ``step``, counted from 0."""
         return self._group.call(
             "update",
             batch,
@@ -44,12 +45,15 @@ class LearnerGroup:
         )
 
     def save(self, directory: str) -> None:
+        """Every rank writes its part of a checkpoint."""
         self._checkpoint("save", directory, "saving a checkpoint")
 
     def load(self, directory: str) -> None:
+        """Every rank reads its part of a checkpoint."""
         self._checkpoint("load", directory, "loading a checkpoint")
 
     def save_model(self, directory: str) -> None:
+        """Writes a Hugging Face directory."""
         self._checkpoint("save_model", directory, "saving the model")
 
     def _checkpoint(self, method: str, directory: str, doing: str) -> None:
@@ -67,6 +71,7 @@ class Replicas:
 
     @property
     def count(self) -> int:
+        """How many actors there are."""
         return len(self._group.members)
 
     def score(self, items: Sequence[Any]) -> Call[list[Any]]:

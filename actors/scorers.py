@@ -23,6 +23,7 @@ class ReferenceActor(RankActor):
         self._config = config
 
     def start(self) -> None:
+        """Loads the model and checks that packing gives its own numbers."""
         config, device = self._config, local_rank_device()
         path = config.reference.path or config.model.path
         key = "reference.path" if config.reference.path else "model.path"
@@ -45,6 +46,7 @@ class ReferenceActor(RankActor):
         )
 
     def score(self, batches: Sequence[TrainBatch]) -> list[Tensor]:
+        """float32 [N] per batch: log-probabilities of its completion tokens."""
         scores = self._scorer.score(batches)
         if self._on_shared_gpu:
             torch.cuda.empty_cache()
@@ -58,6 +60,7 @@ class RewardModelActor(RankActor):
         self._config = config
 
     def start(self) -> None:
+        """Loads the model and its tokenizer, and checks that packing gives its own numbers."""
         settings, device = self._config.reward.model, local_rank_device()
         assert settings is not None
         self._decoder = AutoTokenizer.from_pretrained(self._config.model.path)
@@ -83,6 +86,7 @@ class RewardModelActor(RankActor):
         )
 
     def score(self, groups: Sequence[Sequence[Rollout]]) -> list[dict[str, list[float]]]:
+        """Per group, the model's score of each completion."""
         scores = self._model.score(groups, [decode(self._decoder, group) for group in groups])
         if self._on_shared_gpu:
             torch.cuda.empty_cache()
@@ -106,6 +110,7 @@ class RewardActor(RankActor):
         self._config = config
 
     def start(self) -> None:
+        """Loads the functions, and starts the process of the synchronous ones."""
         self._decoder = AutoTokenizer.from_pretrained(self._config.model.path)
         self._functions = RewardFunctions(
             load_reward_functions(self._config.reward.functions),
@@ -115,6 +120,7 @@ class RewardActor(RankActor):
         self._functions.start()
 
     def score(self, groups: Sequence[Sequence[Rollout]]) -> list[dict[str, list[float]]]:
+        """Per group, one list of scores per function, by its name; NaN where it abstained."""
         in_flight = [self._submit(group) for group in groups]
         return [scoring.result() for scoring in in_flight]
 

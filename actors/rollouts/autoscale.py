@@ -18,10 +18,12 @@ class StepLoad:
 
     @property
     def wait_fraction(self) -> float:
+        """Share of the step that the driver waited for samples."""
         return self.wait_s / self.step_s if self.step_s else 0.0
 
     @property
     def idle_fraction(self) -> float:
+        """Share of the workers' time in which they had nothing to sample."""
         return 1.0 - self.busy_worker_s / self.worker_s if self.worker_s else 0.0
 
 

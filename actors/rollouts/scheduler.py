@@ -156,6 +156,7 @@ class Scheduler:
         return dead
 
     def in_state(self, *states: State) -> list[Worker]:
+        """Workers in one of these states."""
         return [w for w in self.workers.values() if w.state in states]
 
     def serving(self) -> list[Worker]:
@@ -273,6 +274,7 @@ class Scheduler:
         return sum(self._cost(self.groups[i]) for i in worker.groups)
 
     def outstanding_samples(self, worker: Worker) -> int:
+        """Samples that a worker still has to return."""
         return sum(len(self.groups[i].missing) for i in worker.groups)
 
     def _cost(self, group: Group) -> float:
