@@ -1,9 +1,9 @@
 """What flows through the loop: prompts, rollouts, and the packed tensors of a training step.
 
-Two layouts, no padding in either. Over S sequences, N completion tokens in all:
+Two layouts, neither padded, for S sequences with N completion tokens in total:
 
 * per sequence ``[S]``, in group order: completions of one prompt are neighbours;
-* per completion token ``[N]``: the completions one after the other, cut by ``completion_lengths [S]``.
+* per completion token ``[N]``: the completions concatenated, delimited by ``completion_lengths [S]``.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class Rollout:
     """One sampled completion.
 
     ``versions`` int32 ``[len(token_ids)]``: the weight version each token was sampled from. ``logprobs`` float32, same
-    length, is the sampler's own log-probability of each token (temperature included), or None if it was not asked for.
+    length, is the sampler's own log-probability of each token (temperature included), or None if not requested.
     ``finish_reason``: 'stop' (end of sequence or a stop string) or 'length' (truncated).
     """
 
@@ -56,37 +56,37 @@ class Rollout:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """The packed tensors of one training step. Optional ones are None until the loop has them."""
+    """The packed tensors of one training step. Optional ones are None until the loop fills them in."""
 
-    tokens: Tensor  # int64 [T]: prompt then completion, sequence after sequence
+    tokens: Tensor  # int64 [T]: each sequence's prompt, then its completion
     prompt_lengths: Tensor  # int64 [S]
     completion_lengths: Tensor  # int64 [S]
     truncated: Tensor  # bool [S]
     versions: Tensor  # int32 [N]
-    rewards: Tensor | None = None  # float32 [S], NaN where nobody gave one
+    rewards: Tensor | None = None  # float32 [S], NaN where none was given
     advantages: Tensor | None = None  # float32 [N]
     returns: Tensor | None = None  # float32 [N]
-    values: Tensor | None = None  # float32 [N], by the critic before the update
-    old_logprobs: Tensor | None = None  # float32 [N], by the learner before the update
+    values: Tensor | None = None  # float32 [N], from the critic before the update
+    old_logprobs: Tensor | None = None  # float32 [N], from the learner before the update
     ref_logprobs: Tensor | None = None  # float32 [N]
-    rollout_logprobs: Tensor | None = None  # float32 [N], by the sampler; NaN where it was not asked
-    compared: Tensor | None = None  # bool [N]: tokens whose rollout_logprobs the learner's own are compared with
-    loss_weights: Tensor | None = None  # float32 [N]: each token's share in its optimiser step's loss, 0 where masked
-    entropy_mask: Tensor | None = None  # bool [N]: tokens uncertain enough to be trained on; None: all
-    margins: Tensor | None = None  # float32 [S]: of preference pairs (reward models only), alike for both of a pair
+    rollout_logprobs: Tensor | None = None  # float32 [N], from the sampler; NaN where not requested
+    compared: Tensor | None = None  # bool [N]: tokens whose rollout_logprobs are checked against the learner's
+    loss_weights: Tensor | None = None  # float32 [N]: each token's weight in its optimiser step's loss, 0 if masked
+    entropy_mask: Tensor | None = None  # bool [N]: tokens with enough entropy to be trained on; None: all
+    margins: Tensor | None = None  # float32 [S]: of preference pairs (reward models only), the same for both of a pair
 
     def with_(self, **tensors: Tensor | None) -> "TrainBatch":
         """A copy with some tensors filled in."""
         return replace(self, **tensors)
 
     def to(self, device: torch.device) -> "TrainBatch":
-        """The batch on a device, as ``to_device`` takes it there."""
+        """The batch, moved by ``to_device``."""
         tensors = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         return replace(self, **{name: to_device(t, device) for name, t in tensors.items() if t is not None})
 
     @property
     def abstained(self) -> Tensor:
-        """bool [S]: completions without a reward, for nobody gave one: they have no part in baselines and losses."""
+        """bool [S]: completions that were given no reward; baselines and losses exclude them."""
         return torch.zeros_like(self.truncated) if self.rewards is None else self.rewards.isnan()
 
     @property
@@ -103,7 +103,7 @@ class TrainBatch:
         return self.prompt_lengths + self.completion_lengths
 
     def prompt_runs(self) -> list[range]:
-        """Neighbouring sequences with the same prompt, as long stretches as there are; together all sequences."""
+        """Maximal runs of neighbouring sequences with the same prompt; together they cover all sequences."""
         starts = torch.cumsum(self.sequence_lengths, 0) - self.sequence_lengths
         lengths = self.prompt_lengths.tolist()
         prompts = [self.tokens[a : a + n] for a, n in zip(starts.tolist(), lengths, strict=True)]
@@ -130,7 +130,7 @@ class TrainBatch:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on a device. A GPU gets it through pinned memory, or the host would wait for all the GPU's work."""
+    """Copies a CPU tensor to a device: to a GPU through pinned memory, or the host would wait for all queued work."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
@@ -138,7 +138,7 @@ PER_SEQUENCE = frozenset({"prompt_lengths", "completion_lengths", "truncated", "
 
 
 def _token_picker(lengths: Tensor, index: Tensor) -> Tensor:
-    """int64: positions in the packed layout of the tokens of sequences ``index``, sequence after sequence."""
+    """int64: positions in the packed layout of the tokens of sequences ``index``, in that order."""
     starts = torch.cumsum(lengths, 0) - lengths
     picked_lengths = lengths[index]
     picked_starts = torch.cumsum(picked_lengths, 0) - picked_lengths
@@ -149,7 +149,7 @@ def _token_picker(lengths: Tensor, index: Tensor) -> Tensor:
 def pack(rollouts: Sequence[Rollout]) -> TrainBatch:
     """Packs finished rollouts, in the order given (groups must be contiguous for grouped algorithms).
 
-    Raises SamplingError where a sampler's log-probability is not finite.
+    Raises SamplingError if a sampler's log-probability is not finite.
     """
     assert rollouts, "an empty batch cannot be trained on"
     assert all(r.token_ids for r in rollouts), "a completion holds at least one token"
@@ -157,7 +157,7 @@ def pack(rollouts: Sequence[Rollout]) -> TrainBatch:
         if rollout.logprobs is not None and not np.isfinite(rollout.logprobs).all():
             raise SamplingError(
                 f"prompt {rollout.prompt.id}, completion {rollout.sample_index}: vLLM's log-probabilities are not all "
-                "finite, so its logits are not; look at rollout.engine_args, and at the model's weights"
+                "finite, so neither are its logits; check rollout.engine_args and the model's weights"
             )
     logprobs = [np.full(len(r.token_ids), np.nan, np.float32) if r.logprobs is None else r.logprobs for r in rollouts]
     any_logprobs = any(r.logprobs is not None for r in rollouts)
@@ -173,10 +173,10 @@ def pack(rollouts: Sequence[Rollout]) -> TrainBatch:
 
 
 def last_token_batch(sequences: Sequence[list[int]]) -> TrainBatch:
-    """Packs whole sequences so that a ScalarModel's one score per sequence is read at its last token.
+    """Packs whole sequences so that a ScalarModel scores each one at its last token.
 
-    A scalar is read at the position BEFORE each completion token, so each sequence gets one token appended whose own
-    content is never looked at.
+    A scalar is read at the position BEFORE each completion token, so one token is appended to each sequence; its value
+    is never used.
     """
     lengths = torch.tensor([len(s) for s in sequences], dtype=torch.long)
     ones = torch.ones_like(lengths)
@@ -190,7 +190,7 @@ def last_token_batch(sequences: Sequence[list[int]]) -> TrainBatch:
 
 
 def completion_mask(lengths: Tensor) -> Tensor:
-    """bool [S, max length]: where a padded layout holds a token; padding on the right."""
+    """bool [S, max length]: True at the tokens of a layout padded on the right."""
     return torch.arange(int(lengths.max()), device=lengths.device)[None] < lengths[:, None]
 
 

@@ -1,7 +1,7 @@
-"""Bounds of numbers, written in a field's type: ``num_ranks: Annotated[int, Bounds(min=1)] = 1``.
+"""Bounds on numbers, declared in a field's type: ``num_ranks: Annotated[int, Bounds(min=1)] = 1``.
 
-``Section`` refuses what lies outside of them, and NaN and infinity, as it is built. OmegaConf and type checkers see the
-plain type.
+``Section`` rejects numbers out of bounds, NaN and infinity on construction. OmegaConf and type checkers see the plain
+type.
 """
 
 import math
@@ -16,9 +16,9 @@ from rlhf.errors import ConfigError
 
 @dataclass(frozen=True)
 class Bounds:
-    """The finite numbers from ``min`` to ``max``; ``above`` and ``below`` are bounds that are themselves left out.
+    """The finite numbers from ``min`` to ``max``; ``above`` and ``below`` are exclusive bounds.
 
-    At most one bound of each end. An error names the end that was passed, or both of an ``interval``, and the ``hint``.
+    At most one bound at each end. An error names the violated bound, or both of an ``interval``, and the ``hint``.
     """
 
     min: float | None = None
@@ -29,7 +29,7 @@ class Bounds:
     hint: str = ""
 
     def complaint(self, value: float) -> str | None:
-        """What ``value`` must be and is not; None where it is."""
+        """The requirement that ``value`` violates, or None."""
         too_small = (self.min is not None and value < self.min) or (self.above is not None and value <= self.above)
         too_large = (self.max is not None and value > self.max) or (self.below is not None and value >= self.below)
         if not math.isfinite(value):
@@ -57,10 +57,10 @@ class Bounds:
 
 
 class Section:
-    """A section of the configuration: a dataclass that raises ConfigError where one of its numbers is out of bounds.
+    """A section of the configuration: a dataclass that raises ConfigError if one of its numbers is out of bounds.
 
-    It checks itself and all that stands in it, members of lists and dictionaries included, except for other sections,
-    which have checked themselves. ``key``: where it stands; "" at the top.
+    It checks its own fields and everything nested in them, including members of lists and dictionaries, but not other
+    sections, which check themselves. ``key``: its full key; "" at the top.
     """
 
     KEY: ClassVar[str]
@@ -74,7 +74,7 @@ class Section:
                 raise ConfigError(f"{key}={value} {complaint}")
 
 
-_type_hints = cache(get_type_hints)  # slow, and a class's never change
+_type_hints = cache(get_type_hints)  # slow, and constant for a class
 
 
 def _numbers(part: Any, key: str) -> Iterator[tuple[str, float, Bounds]]:
@@ -87,7 +87,7 @@ def _numbers(part: Any, key: str) -> Iterator[tuple[str, float, Bounds]]:
 
 
 def _numbers_in(value: Any, annotation: Any, key: str) -> Iterator[tuple[str, float, Bounds]]:
-    """The same of a value whose type is ``annotation``."""
+    """The same for a value of type ``annotation``."""
     origin, args = get_origin(annotation), get_args(annotation)
     if value is None or isinstance(value, Section):
         return

@@ -1,8 +1,8 @@
-"""Checkpoints that are either whole or absent.
+"""Checkpoints that are either complete or absent.
 
-One checkpoint holds everything a run needs to go on: learner, critic, and the driver's own state (step, data position,
-counters, controllers); and what the run was, which ``rlhf.resume`` compares. It is written under a temporary name and
-renamed when complete; older ones go only afterwards.
+A checkpoint holds everything a run needs to resume: learner, critic, and the driver's own state (step, data position,
+counters, controllers); and a description of the run, which ``rlhf.resume`` compares. It is written under a temporary
+name and renamed when complete; only then are older ones deleted.
 """
 
 import json
@@ -23,17 +23,18 @@ _STATE = "driver.json"
 class CheckpointStore:
     """The checkpoints of one run directory: ``checkpoints/step-000010``.
 
-    The newest is the one written last. That is not always the highest step: a run may start anew, or from an older one.
+    The newest is the one written last. That is not always the highest step: a run may start over, or resume an older
+    checkpoint.
     """
 
     def __init__(self, run_dir: str | Path, *, keep: int) -> None:
         self.directory = Path(run_dir).resolve() / "checkpoints"
         self.keep = keep
-        self.run: dict[str, Any] = {}  # what describe_run says of the run, for every checkpoint it writes
-        self.current: Path | None = None  # what this process wrote last, or went on from
+        self.run: dict[str, Any] = {}  # from describe_run; stored in every checkpoint
+        self.current: Path | None = None  # what this process last wrote, or resumed from
 
     def steps(self) -> list[int]:
-        """Steps of the whole checkpoints on disk, the newest last."""
+        """Steps of the complete checkpoints on disk, newest last."""
         if not self.directory.is_dir():
             return []
         found = ((_NAME.fullmatch(p.name), p) for p in self.directory.iterdir())
@@ -45,7 +46,7 @@ class CheckpointStore:
 
     @contextmanager
     def writing(self, step: int, state: dict[str, Any]) -> Iterator[Path]:
-        """Gives a directory to write the roles' parts into; ``state`` joins them, then all appear at once."""
+        """Yields a directory for the roles' parts; then adds ``state`` and puts everything in place at once."""
         partial = self.directory / f".partial-{step:06d}"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -70,19 +71,19 @@ class CheckpointStore:
         path = Path(resume).resolve()
         if not (path / _STATE).is_file():
             raise CheckpointError(
-                f"checkpoint.resume={resume}: not a whole checkpoint (no {_STATE}); use auto, none, or a "
+                f"checkpoint.resume={resume}: not a complete checkpoint (no {_STATE}); use auto, none, or a "
                 "step-... directory"
             )
         self.current = path
         return path
 
     def holds(self, step: int) -> bool:
-        """Whether this process wrote ``step`` last, or went on from it and made no step since."""
+        """Whether this process last wrote ``step``, or resumed from it and took no step since."""
         return self.current == self.path(step)
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The driver's state in a checkpoint, and what its run was. Raises CheckpointError where the file is damaged."""
+    """A checkpoint's driver state and description of its run. Raises CheckpointError if the file is damaged."""
     try:
         return json.loads((path / _STATE).read_text())
     except (OSError, ValueError) as error:

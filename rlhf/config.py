@@ -1,8 +1,8 @@
-"""Typed configuration: frozen dataclasses, validated as they are built. ``rlhf.recipes`` reads them from YAML.
+"""Typed configuration: frozen dataclasses, validated on construction. ``rlhf.recipes`` reads them from YAML.
 
-Everything that can be known to be wrong without loading a model or starting Ray is wrong here, in one line that names
-the key. Every key of `rlhf train` is in this file, with its default; `rlhf train-reward` has some of its own in
-``rlhf.reward_config``. A number's bounds are part of its type: one of the names below, or ``Bounds`` beside the field.
+Every mistake that can be found without loading a model or starting Ray is reported here, in one line that names the
+key. Every key of `rlhf train` is in this file, with its default; `rlhf train-reward` has some of its own in
+``rlhf.reward_config``. A number's bounds are part of its type: one of the names below, or ``Bounds`` on the field.
 """
 
 import math
@@ -15,22 +15,22 @@ from omegaconf import MISSING
 from rlhf.bounds import Bounds, Section
 from rlhf.errors import ConfigError
 
-INT32_MAX = 2**31 - 1  # what token positions and weight versions are counted in
-MIN_TEMPERATURE = 0.01  # vLLM samples at this one where a smaller positive one is asked for
+INT32_MAX = 2**31 - 1  # token positions and weight versions are int32
+MIN_TEMPERATURE = 0.01  # vLLM raises smaller positive temperatures to this
 
 PositiveInt = Annotated[int, Bounds(min=1, max=INT32_MAX)]
 NonNegativeInt = Annotated[int, Bounds(min=0, max=INT32_MAX)]
-Seed = Annotated[int, Bounds(min=0, max=2**32 - 1)]  # vLLM seeds NumPy with it, which takes 32 bits
+Seed = Annotated[int, Bounds(min=0, max=2**32 - 1)]  # vLLM seeds NumPy with it, which accepts 32 bits
 PositiveFloat = Annotated[float, Bounds(above=0)]
 NonNegativeFloat = Annotated[float, Bounds(min=0)]
-Seconds = Annotated[float, Bounds(above=0, max=10**9)]  # 30 years; timers overflow beyond
+Seconds = Annotated[float, Bounds(above=0, max=10**9)]  # 30 years; timers overflow beyond that
 Fraction = Annotated[float, Bounds(min=0, max=1, interval=True)]
 PositiveFraction = Annotated[float, Bounds(above=0, max=1, interval=True)]
 OpenFraction = Annotated[float, Bounds(above=0, below=1, interval=True)]
 DecayRate = Annotated[float, Bounds(min=0, below=1, interval=True)]
 ClipRatio = Annotated[float, Bounds(above=1)]
 Temperature = Annotated[
-    float, Bounds(min=MIN_TEMPERATURE, hint="RL needs to explore, and vLLM raises a smaller positive one to that")
+    float, Bounds(min=MIN_TEMPERATURE, hint="RL needs to explore, and vLLM raises smaller positive values to this")
 ]
 Weight = Annotated[float, Bounds(min=-1_000_000, max=1_000_000, interval=True)]
 
@@ -39,7 +39,7 @@ AlgorithmName = Literal["grpo", "rloo", "reinforce_pp", "ppo"]
 
 @dataclass(frozen=True)
 class AlgorithmFacts:
-    """What the rest of the code has to know about an algorithm."""
+    """What the rest of the code needs to know about an algorithm."""
 
     kl: Literal["loss", "reward"]  # where the KL to the reference is subtracted
     grouped: bool = True  # advantages compare the completions of one prompt
@@ -58,7 +58,7 @@ DEFAULT_KIND = "default"  # the kind of rollout worker that rollout.num_workers 
 
 
 def kind_key(kind: str) -> str:
-    """Where the settings of a kind of rollout worker stand."""
+    """The key that holds the settings of a rollout worker kind."""
     return "rollout" if kind == DEFAULT_KIND else f"rollout.extra_kinds.{kind}"
 
 
@@ -68,7 +68,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_date(key: str, value: str | None) -> None:
-    """Refuses what is not a day as YYYY-MM-DD."""
+    """Rejects anything but None or a date as YYYY-MM-DD."""
     try:
         valid = value is None or date.fromisoformat(value).isoformat() == value
     except ValueError:
@@ -85,11 +85,11 @@ class ModelConfig:
     trust_remote_code: bool = False
 
     def require_device(self, device: str) -> None:
-        """Raises ConfigError where a device ('gpu', 'cpu', or 'auto': not known yet) does not take this dtype."""
+        """Raises ConfigError if a device ('gpu', 'cpu', or 'auto': not known yet) does not support this dtype."""
         require(
             self.dtype != "float32" or device != "gpu",
-            "model.dtype=float32 does not run on GPUs, whose kernel for attention over packed sequences takes 16 bits "
-            "only; use model.dtype=auto, or placement.device=cpu",
+            "model.dtype=float32 does not run on GPUs, where the attention kernel for packed sequences supports only "
+            "16 bits; use model.dtype=auto, or placement.device=cpu",
         )
 
 
@@ -106,7 +106,7 @@ class DataConfig(Section, key="data"):
     max_prompt_tokens: PositiveInt = 512
     overlong_prompts: Literal["drop", "truncate"] = "drop"  # truncate keeps the last tokens
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # e.g. {enable_thinking: false}
-    date: str | None = None  # YYYY-MM-DD, for templates that ask for today's; null: the day on which the run began
+    date: str | None = None  # YYYY-MM-DD, for templates that ask for today's date; null: the day the run started
     shuffle: bool = True
 
     def __post_init__(self) -> None:
@@ -123,31 +123,31 @@ class AlgorithmConfig(Section, key="algorithm"):
     group_size: PositiveInt = 8  # completions per prompt
     num_epochs: PositiveInt = 1
     num_minibatches: PositiveInt = 1  # optimiser steps per epoch
-    # your own function, package.module.function or path/to/file.py:function (docs/extending.md): of advantages ...
+    # your own advantage estimator, package.module.function or path/to/file.py:function (docs/extending.md)
     advantage: str | None = None
     advantage_kwargs: dict[str, Any] = field(default_factory=dict)  # passed on every call
-    # ... and of each token's loss, in place of the clipped surrogate; loss_type still says how tokens are weighted
+    # your own per-token loss, in place of the clipped surrogate; loss_type still sets how tokens are weighted
     loss: str | None = None
     loss_kwargs: dict[str, Any] = field(default_factory=dict)  # passed on every call
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "rloo"] = "dapo"
     scale_rewards: Literal["group", "batch", "none"] = "group"
     importance_sampling_level: Literal["token", "sequence"] = "token"
     epsilon_low: Fraction = 0.2
-    epsilon_high: NonNegativeFloat = 0.2  # loss_type=cispo: the largest weight itself, above 1
+    epsilon_high: NonNegativeFloat = 0.2  # with loss_type=cispo: the largest weight itself, above 1
     delta: ClipRatio | None = None  # two-sided clip: largest ratio where the advantage is negative
-    dual_clip: ClipRatio | None = None  # the same bound, put on the objective
+    dual_clip: ClipRatio | None = None  # the same bound, applied to the objective
     beta: NonNegativeFloat = 0.0  # weight of the KL to the reference; 0: no reference model is created
     kl_bias_correction: bool = True
     entropy_coef: NonNegativeFloat = 0.0
     mask_truncated_completions: bool = False
-    # train on this fraction of tokens, those of highest entropy
+    # train on this fraction of tokens, those with the highest entropy
     top_entropy_quantile: Annotated[float, Bounds(above=0, max=1, interval=True, hint="1 trains on every token")] = 1.0
     # auto: token_truncate with rollout.max_staleness > 0, else none
     rollout_correction: Literal[
         "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = "auto"
-    rollout_correction_cap: Annotated[float, Bounds(min=1)] = 2.0  # ratios above are truncated, or their tokens masked
-    rollout_correction_floor: OpenFraction | None = None  # the same below; None: no bound
+    rollout_correction_cap: Annotated[float, Bounds(min=1)] = 2.0  # larger ratios are truncated, or their tokens masked
+    rollout_correction_floor: OpenFraction | None = None  # the same for smaller ratios; None: no bound
     # DAPO: replace zero-variance groups, at most this many batches' worth; 0: off
     dynamic_sampling_max_tries: NonNegativeInt = 0
     reward_clip: PositiveFloat | None = None  # clip rewards to [-c, c]
@@ -156,7 +156,7 @@ class AlgorithmConfig(Section, key="algorithm"):
     lam: Fraction = 0.95
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # per-token KL in the reward
     kl_target: PositiveFloat | None = None  # adaptive KL controller; None: beta is fixed
-    kl_horizon: PositiveInt = 10_000  # completions; a smaller one adapts faster
+    kl_horizon: PositiveInt = 10_000  # in completions; smaller adapts faster
     whiten_advantages: bool = True
     value_clip: PositiveFloat = 0.2
     missing_eos_penalty: NonNegativeFloat | None = None  # subtracted from the reward of a truncated completion
@@ -191,7 +191,7 @@ class AlgorithmConfig(Section, key="algorithm"):
         require(
             self.kl_target is None or 5 * self.kl_horizon > self.num_sequences,
             f"algorithm.kl_horizon={self.kl_horizon} lets algorithm.kl_target turn beta negative within a step of "
-            f"{self.num_sequences} completions; use at least as many",
+            f"{self.num_sequences} completions; use at least that many",
         )
 
     def _check_loss(self) -> None:
@@ -201,7 +201,7 @@ class AlgorithmConfig(Section, key="algorithm"):
         )
         require(
             self.loss_type != "rloo" or self.importance_sampling_level == "token",
-            "algorithm.loss_type=rloo always takes the ratio of whole sequences; leave "
+            "algorithm.loss_type=rloo always uses the ratio of whole sequences; leave "
             "algorithm.importance_sampling_level at token, or use another loss_type",
         )
         if self.loss is None:
@@ -211,13 +211,14 @@ class AlgorithmConfig(Section, key="algorithm"):
         if self.loss_type == "cispo":
             require(
                 self.epsilon_high > 1,
-                f"algorithm.epsilon_high={self.epsilon_high} bounds the ratio itself with loss_type=cispo; use 5, say",
+                f"algorithm.epsilon_high={self.epsilon_high} must be above 1 with loss_type=cispo, where it bounds the "
+                "ratio itself; use 5, say",
             )
         else:
             require(
                 self.delta is None or self.delta > 1 + self.epsilon_high,
                 f"algorithm.delta={self.delta} must be greater than 1 + algorithm.epsilon_high = "
-                f"{1 + self.epsilon_high:g}, PPO's own upper bound of the ratio; use 4, say",
+                f"{1 + self.epsilon_high:g}, PPO's own upper bound on the ratio; use 4, say",
             )
 
     @property
@@ -227,12 +228,12 @@ class AlgorithmConfig(Section, key="algorithm"):
 
     @property
     def facts(self) -> AlgorithmFacts:
-        """What follows from ``name``."""
+        """The facts about the algorithm ``name``."""
         return ALGORITHMS[self.name]
 
     @property
     def steps_per_update(self) -> int:
-        """Optimiser steps of one training step."""
+        """Optimiser steps per training step."""
         return self.num_epochs * self.num_minibatches
 
 
@@ -244,26 +245,26 @@ class OptimizerConfig:
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
     eps: Annotated[float, Bounds(above=0, max=1)] = 1e-8
     weight_decay: NonNegativeFloat = 0.0
-    max_grad_norm: Annotated[float, Bounds(above=0, hint="use a large number for no clipping")] = 1.0
+    max_grad_norm: Annotated[float, Bounds(above=0, hint="use a large number to disable clipping")] = 1.0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegativeInt = 0  # optimiser steps
 
 
 @dataclass(frozen=True)
 class LearnerConfig(Section, key="learner"):
-    """A DeepSpeed engine: the policy's, and with the same fields the critic's."""
+    """A DeepSpeed engine: the policy's; the critic's has the same fields."""
 
     num_ranks: PositiveInt = 1
     zero_stage: Annotated[int, Bounds(min=0, max=3, interval=True, hint="use 0, 1, 2 or 3")] = 3
     offload_optimizer: bool = False
-    # null: decided by the memory plan (`rlhf plan`) from what is left of the GPU; off on CPU
+    # null: the memory plan (`rlhf plan`) decides by the GPU memory left; off on CPU
     gradient_checkpointing: bool | None = None
-    # optimiser state waits in host memory while vLLM generates; null: where they share a GPU that cannot hold both
+    # keep optimiser state in host memory while vLLM generates; null: if they share a GPU that cannot hold both
     offload_when_idle: bool | None = None
-    # torch.compile the decoder layers, of reference and reward model too on a GPU; needs zero_stage < 3
+    # torch.compile the decoder layers, on a GPU also those of reference and reward model; needs zero_stage < 3
     compile: bool = False
-    # gradients of several micro-batches add up in float32, of a bfloat16 model too; null: where the memory plan has
-    # room for them, and on CPU. DeepSpeed cannot at zero_stage 0, nor at 1 and 2 with offload_optimizer
+    # accumulate gradients of micro-batches in float32, even of a bfloat16 model; null: if the memory plan has room,
+    # and on CPU. DeepSpeed cannot at zero_stage 0, or at 1 and 2 with offload_optimizer
     float32_gradients: bool | None = None
     micro_batch_tokens: PositiveInt = 8192  # token budget of one packed forward
     logits_chunk_tokens: PositiveInt = 1024  # the LM head runs on this many tokens at once
@@ -274,7 +275,7 @@ class LearnerConfig(Section, key="learner"):
         super().__post_init__()
         require(
             not self.compile or self.zero_stage < 3,
-            f"{self.KEY}.compile=true does not go with {self.KEY}.zero_stage=3, which gathers weights within "
+            f"{self.KEY}.compile=true does not work with {self.KEY}.zero_stage=3, which gathers weights within "
             "each layer; use zero_stage 0, 1 or 2, or compile=false",
         )
         require(
@@ -284,7 +285,7 @@ class LearnerConfig(Section, key="learner"):
 
     @property
     def can_sum_in_float32(self) -> bool:
-        """Whether DeepSpeed can add up a bfloat16 model's gradients in float32."""
+        """Whether DeepSpeed can accumulate a bfloat16 model's gradients in float32."""
         return self.zero_stage == 3 or (self.zero_stage > 0 and not self.offload_optimizer)
 
 
@@ -292,14 +293,14 @@ class LearnerConfig(Section, key="learner"):
 class CriticConfig(LearnerConfig, key="critic"):
     """PPO's value model: a learner with a scalar head."""
 
-    path: str | None = None  # backbone; None: model.path. A sequence-classification directory brings its head
+    path: str | None = None  # backbone; None: model.path. A sequence-classification model keeps its head
     warmup_steps: NonNegativeInt = 0  # training steps in which only the critic learns
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=5e-6))
 
 
 @dataclass(frozen=True)
 class ReferenceConfig(Section, key="reference"):
-    """The frozen policy for the KL; only created when algorithm.beta > 0."""
+    """The frozen policy for the KL; created only if algorithm.beta > 0."""
 
     num_ranks: PositiveInt = 1
     path: str | None = None  # None: model.path
@@ -322,7 +323,7 @@ class RewardModelConfig(Section, key="reward.model"):
 
     path: str = MISSING
     weight: Weight = 1.0
-    random_head: bool = False  # a causal LM's directory gets a random score head: for measurements only
+    random_head: bool = False  # give a causal LM a random score head: for benchmarks only
     num_ranks: PositiveInt = 1
     max_tokens: PositiveInt = 2048  # per text; the end is kept
     micro_batch_tokens: PositiveInt = 16384
@@ -339,15 +340,15 @@ class RewardModelConfig(Section, key="reward.model"):
 
 @dataclass(frozen=True)
 class RewardConfig(Section, key="reward"):
-    """Reward functions run on ``num_workers`` actors; the model on its own actors. The reward is the weighted sum."""
+    """Reward functions run on ``num_workers`` actors, the model on its own. The reward is their weighted sum."""
 
     num_workers: PositiveInt = 1
     functions: list[RewardFunctionConfig] = field(default_factory=list)
     model: RewardModelConfig | None = None
-    # the run ends where a larger share of a step's completions gets no reward from anyone
-    max_abstained: Annotated[float, Bounds(min=0, max=1, interval=True, hint="a share")] = 0.5
-    # For one call: on a group, or on a worker's share of the held-out completions. Calls of async functions wait side
-    # by side, and what one waits for others counts.
+    # the run ends if a larger share of a step's completions gets no reward
+    max_abstained: Annotated[float, Bounds(min=0, max=1, interval=True, hint="it is a fraction")] = 0.5
+    # per call, on a group or on a worker's share of the held-out completions; async calls run concurrently, and the
+    # time that one waits for others counts
     function_timeout_s: Seconds = 60.0
 
     def __post_init__(self) -> None:
@@ -355,18 +356,19 @@ class RewardConfig(Section, key="reward"):
         weights = [source.weight for source in (*self.functions, *([self.model] if self.model else []))]
         require(
             not weights or any(weights),
-            "reward: every weight is 0, and so is every reward; give one of reward.functions or reward.model another",
+            "reward: every weight is 0, so every reward would be 0; give one of reward.functions or reward.model "
+            "a nonzero weight",
         )
 
 
 @dataclass(frozen=True)
 class AutoscaleConfig(Section, key="rollout.autoscale"):
-    """Bounds and thresholds of the pool's own scaling. A step's load is judged when its weights are published."""
+    """Bounds and thresholds for autoscaling the pool. A step's load is judged when its weights are published."""
 
-    min: PositiveInt = 1  # workers of the pool's own kind
+    min: PositiveInt = 1  # workers of the default kind
     max: PositiveInt = 1
-    wait_fraction: OpenFraction = 0.25  # grow when the learner waits for samples for more than this part of a step
-    idle_fraction: OpenFraction = 0.5  # shrink when workers are idle for more than this part of their time
+    wait_fraction: OpenFraction = 0.25  # grow if the learner waits for samples for more than this fraction of a step
+    idle_fraction: OpenFraction = 0.5  # shrink if workers are idle for more than this fraction of their time
     patience_steps: PositiveInt = 3  # this many steps in a row must agree
 
     def __post_init__(self) -> None:
@@ -379,7 +381,7 @@ class AutoscaleConfig(Section, key="rollout.autoscale"):
 
 @dataclass(frozen=True)
 class WorkerKindConfig:
-    """Further rollout workers that differ from the pool's own: None takes the value from ``rollout``."""
+    """Additional rollout workers that differ from the default kind. None: the value from ``rollout``."""
 
     num_workers: NonNegativeInt = 1
     tensor_parallel_size: PositiveInt | None = None
@@ -395,9 +397,9 @@ class RolloutConfig(Section, key="rollout"):
     """The pool of vLLM workers and how they sample."""
 
     num_workers: NonNegativeInt = 1
-    extra_kinds: dict[str, WorkerKindConfig] = field(default_factory=dict)  # further workers, by the name of their kind
-    autoscale: AutoscaleConfig | None = None  # None: num_workers stays what it is, until `rlhf scale`
-    # workers in a row that cannot start, or that fail with the same group: the run gives up
+    extra_kinds: dict[str, WorkerKindConfig] = field(default_factory=dict)  # additional workers, by kind
+    autoscale: AutoscaleConfig | None = None  # None: only `rlhf scale` changes num_workers
+    # the run gives up after this many workers in a row fail to start, or fail on the same group
     max_failures: Annotated[int, Bounds(min=2, max=INT32_MAX)] = 5
     tensor_parallel_size: PositiveInt = 1
     max_completion_tokens: PositiveInt = 512
@@ -406,16 +408,16 @@ class RolloutConfig(Section, key="rollout"):
     top_k: Annotated[int, Bounds(min=-1, max=INT32_MAX)] = -1  # -1: all
     stop: list[str] = field(default_factory=list)
     ignore_eos: bool = False
-    eval_temperature: NonNegativeFloat = 0.0  # 0: the likeliest token
-    seed_requests: bool = True  # one generator per completion: the same samples for any number of workers
+    eval_temperature: NonNegativeFloat = 0.0  # 0: greedy
+    seed_requests: bool = True  # one RNG per completion: the same samples with any number of workers
     max_staleness: NonNegativeInt = 0  # weight versions that a sample may lag behind; 0 is strictly on-policy
     logprobs: bool = False  # ask vLLM for log-probabilities even when no correction uses them
-    gpu_memory_fraction: OpenFraction = 0.85  # of one GPU, for weights and KV cache of all workers on it
+    gpu_memory_fraction: OpenFraction = 0.85  # share of one GPU's memory for weights and KV cache of all its workers
     cpu_kv_cache_mib: PositiveInt = 128
     max_num_seqs: PositiveInt = 256
     enforce_eager: bool = False  # no CUDA graphs; CPU is always eager
-    weight_bucket_mib: PositiveInt = 256  # extra memory bound of a weight publish
-    engine_args: dict[str, Any] = field(default_factory=dict)  # passed to vLLM as they are
+    weight_bucket_mib: PositiveInt = 256  # bound on the extra memory of a weight publish
+    engine_args: dict[str, Any] = field(default_factory=dict)  # passed to vLLM unchanged
     cpus_per_worker: PositiveInt = 1
 
     def __post_init__(self) -> None:
@@ -423,32 +425,32 @@ class RolloutConfig(Section, key="rollout"):
         require(self.top_k != 0, "rollout.top_k=0 must be positive, or -1 for all tokens")
         require(
             self.eval_temperature == 0 or self.eval_temperature >= MIN_TEMPERATURE,
-            f"rollout.eval_temperature={self.eval_temperature} must be 0, which is greedy, or at least "
-            f"{MIN_TEMPERATURE}",
+            f"rollout.eval_temperature={self.eval_temperature} must be 0 (greedy) or at least {MIN_TEMPERATURE}",
         )
-        require("" not in self.stop, "rollout.stop holds an empty text, which would stop at once; remove it")
+        require("" not in self.stop, "rollout.stop contains an empty string, which would stop at once; remove it")
         scale = self.autoscale
         require(
             scale is None or scale.min <= self.num_workers <= scale.max,
-            f"rollout.num_workers={self.num_workers} must lie between rollout.autoscale.min and .max, as the start",
+            f"rollout.num_workers={self.num_workers}, the initial size, must lie between rollout.autoscale.min and "
+            ".max",
         )
         require(
             DEFAULT_KIND not in self.extra_kinds,
-            f"rollout.extra_kinds.{DEFAULT_KIND} is what rollout.num_workers counts; give it another name",
+            f"rollout.extra_kinds.{DEFAULT_KIND} is the kind that rollout.num_workers counts; choose another name",
         )
         for name, kind in self.extra_kinds.items():
             own = sorted({"CPU", "GPU"} & kind.resources.keys())
             require(
                 not own,
-                f"{kind_key(name)}.resources holds {' and '.join(own)}, which its cpus_per_worker and "
-                "tensor_parallel_size set; remove it there",
+                f"{kind_key(name)}.resources contains {' and '.join(own)}, which cpus_per_worker and "
+                "tensor_parallel_size set; remove it",
             )
         self.kinds()
 
     def kinds(self) -> "dict[str, tuple[RolloutConfig, dict[str, float]]]":
-        """Every kind of worker: its settings in full, and the Ray resources it asks for beside CPUs and GPUs.
+        """Every worker kind: its full settings, and the Ray resources it needs in addition to CPUs and GPUs.
 
-        Raises ConfigError where the settings of an extra kind are not valid.
+        Raises ConfigError if the settings of an extra kind are invalid.
         """
         kinds: dict[str, tuple[RolloutConfig, dict[str, float]]] = {DEFAULT_KIND: (self, {})}
         for name, kind in self.extra_kinds.items():
@@ -462,10 +464,10 @@ class RolloutConfig(Section, key="rollout"):
 
 @dataclass(frozen=True)
 class PlacementConfig(Section, key="placement"):
-    """Where the roles sit. On CPU the same keys place CPU bundles."""
+    """Where the roles run. On CPU the same keys place CPU bundles."""
 
     mode: Literal["separate", "colocate"] = "separate"
-    device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: gpu where the cluster has any
+    device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: gpu if the cluster has any
     timeout_s: Seconds = 120.0  # for the cluster to grant the bundles
 
     @property
@@ -476,53 +478,51 @@ class PlacementConfig(Section, key="placement"):
 
 @dataclass(frozen=True)
 class TimeoutConfig(Section, key="timeouts"):
-    """Deadlines of every wait, in seconds."""
+    """Deadlines for every wait, in seconds."""
 
     start_s: Seconds = 900.0
     generate_s: Seconds = 1800.0
     score_s: Seconds = 1800.0
     update_s: Seconds = 3600.0
     publish_s: Seconds = 600.0
-    worker_silence_s: Seconds = 300.0  # a rollout worker whose engine has not moved for so long is replaced
+    worker_silence_s: Seconds = 300.0  # a rollout worker whose engine makes no progress for this long is replaced
     checkpoint_s: Seconds = 1800.0
 
 
 @dataclass(frozen=True)
 class CheckpointConfig(Section, key="checkpoint"):
-    """Every how many steps a resumable checkpoint is written, and how many are kept."""
+    """How often a resumable checkpoint is written, and how many are kept."""
 
-    every_steps: NonNegativeInt = 0  # 0: only at the end and at Ctrl-C
+    every_steps: NonNegativeInt = 0  # 0: only at the end and on Ctrl-C
     keep: PositiveInt = 2
-    resume: str = "auto"  # auto: newest whole one of the run directory; none; or a checkpoint directory
+    resume: str = "auto"  # auto: the newest complete one in the run directory; none; or a checkpoint directory
     save_final_model: bool = True
-    max_restarts: NonNegativeInt = 2  # of a run whose learner or another role died, from its last checkpoint
+    max_restarts: NonNegativeInt = 2  # from the last checkpoint, after the learner or another role died
 
 
 @dataclass(frozen=True)
 class ChecksConfig(Section, key="checks"):
-    """What a run watches itself for, so that nothing goes wrong in silence."""
+    """Checks that a run makes on itself, so that nothing goes wrong silently."""
 
-    probe: bool = True  # at start, the packed forward pass is compared with the model's own
-    # What a NaN or an infinity does in a loss, a gradient, log-probabilities, values or advantages. stop: ends the run;
-    # nothing of that training step is published or saved. skip: leaves out the optimiser steps it is in
+    probe: bool = True  # at startup, compare the packed forward pass with the model's own
+    # on a NaN or infinity in a loss, gradient, log-probability, value or advantage. stop: end the run; nothing of that
+    # training step is published or saved. skip: skip the affected optimiser steps
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    max_skipped_steps: NonNegativeInt = (
-        3  # training steps in a row of which anything was left out; one more ends the run
-    )
+    max_skipped_steps: NonNegativeInt = 3  # training steps in a row with anything skipped; one more ends the run
 
 
 @dataclass(frozen=True)
 class SamplingChecksConfig(ChecksConfig, key="checks"):
-    """Whether rollout workers sample from the weights that the learner has: their log-probabilities are compared.
+    """Checks that rollout workers sample from the learner's weights, by comparing log-probabilities.
 
-    The bounds are on the mean absolute difference over the compared tokens, in nats. null: by model.dtype.
+    The bounds are on the mean absolute difference over the compared tokens, in nats. null: set by model.dtype.
     """
 
-    # groups of a compared step that are sampled with log-probabilities; 0: no comparison
+    # groups sampled with log-probabilities in a compared step; 0: no comparison
     logprob_groups: NonNegativeInt = 1
-    logprob_every_steps: PositiveInt = 8  # which steps are compared, beside the first; one costs it some 5 % at 0.5B
+    logprob_every_steps: PositiveInt = 8  # the first step is compared, then one in this many, about 5 % slower at 0.5B
     warn_logprob_difference: NonNegativeFloat | None = None  # null: 1e-3 in float32, 0.1 in bfloat16
-    # a larger one ends the run; null: 1e-2 in float32, 0.5 in bfloat16
+    # a larger difference ends the run; null: 1e-2 in float32, 0.5 in bfloat16
     max_logprob_difference: NonNegativeFloat | None = None
 
     def __post_init__(self) -> None:
@@ -537,7 +537,7 @@ class SamplingChecksConfig(ChecksConfig, key="checks"):
 
 @dataclass(frozen=True)
 class TrackingConfig(Section, key="tracking"):
-    """What is recorded of a run, beside metrics.jsonl and summary.json, which always are."""
+    """What a run records in addition to metrics.jsonl and summary.json, which are always written."""
 
     tensorboard: bool = True
     wandb_project: str | None = None
@@ -548,7 +548,7 @@ class TrackingConfig(Section, key="tracking"):
 
 @dataclass(frozen=True)
 class RayConfig(Section, key="ray"):
-    """Which cluster. address None: $RAY_ADDRESS, else a local one started for this run."""
+    """Which cluster to use. address None: $RAY_ADDRESS, else a local one started for this run."""
 
     address: str | None = None
     object_store_mib: Annotated[int, Bounds(min=75, max=INT32_MAX)] = 1024  # local cluster only; Ray needs 75
@@ -562,7 +562,7 @@ class Config(Section, key=""):
     run_dir: str = "runs/${name}"
     seed: Seed = 0
     num_steps: PositiveInt = 100
-    eval_every_steps: NonNegativeInt = 0  # 0: before the first and after the last step only
+    eval_every_steps: NonNegativeInt = 0  # 0: only before the first and after the last step
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -583,7 +583,7 @@ class Config(Section, key=""):
         self.model.require_device(self.placement.device)
         require(
             self.rollout.num_workers > 0,
-            f"rollout.num_workers={self.rollout.num_workers} must be at least 1: a run starts with a worker of its own",
+            f"rollout.num_workers={self.rollout.num_workers} must be at least 1: a run starts with default workers",
         )
         if self.algorithm.rollout_correction == "auto":
             correction = "token_truncate" if self.rollout.max_staleness > 0 else "none"
@@ -607,7 +607,7 @@ class Config(Section, key=""):
         require(
             not (self.rollout.ignore_eos and self.algorithm.mask_truncated_completions) or bool(self.rollout.stop),
             "rollout.ignore_eos=true lets every completion run to its limit, and algorithm.mask_truncated_completions="
-            "true trains on none of those; set one of them to false",
+            "true excludes those from training; set one of the two to false",
         )
 
     def _check_warmup(self) -> None:
@@ -622,8 +622,8 @@ class Config(Section, key=""):
             warmup, total = getattr(self, role).optimizer.warmup_steps, count * self.algorithm.steps_per_update
             require(
                 warmup <= total,
-                f"{role}.optimizer.warmup_steps={warmup} is more than the {total} optimiser steps that this run takes "
-                f"with it; use at most {total}, or raise num_steps",
+                f"{role}.optimizer.warmup_steps={warmup} exceeds the {total} optimiser steps that the {role} takes in "
+                f"this run; use at most {total}, or raise num_steps",
             )
 
     def _check_colocation(self) -> None:
@@ -634,14 +634,14 @@ class Config(Section, key=""):
         }.items():
             require(
                 not (self.placement.colocated and wanted),
-                f"{key} needs rollout workers with GPUs of their own, and placement.mode=colocate shares the "
+                f"{key} needs rollout workers with GPUs of their own, but placement.mode=colocate shares the "
                 "learner's; use placement.mode=separate",
             )
         require(
             not self.placement.colocated or self._fits_shared_bundles(),
             f"placement.mode=colocate puts rollout workers on the learner's {self.learner.num_ranks} ranks, but "
             f"rollout.num_workers={self.rollout.num_workers} x rollout.tensor_parallel_size="
-            f"{self.rollout.tensor_parallel_size} does not fit them; use as many or fewer, a multiple of them with "
+            f"{self.rollout.tensor_parallel_size} does not fit them; use at most as many, a multiple of them with "
             "tensor_parallel_size=1, another learner.num_ranks, or placement.mode=separate",
         )
 
@@ -662,17 +662,17 @@ class Config(Section, key=""):
 
     @property
     def rollout_workers_per_gpu(self) -> int:
-        """More than one only in colocate mode, where several small engines hide each other's work on the CPU."""
+        """More than one only in colocate mode, where several small engines hide each other's CPU work."""
         return max(1, self.rollout.num_workers // self.num_shared_bundles) if self.placement.colocated else 1
 
     @property
     def rollout_share(self) -> int:
-        """Completions of a training step for each worker, where they share its groups evenly."""
+        """Completions per worker in a training step, if they share its groups evenly."""
         return math.ceil(self.algorithm.prompts_per_step / self.rollout.num_workers) * self.algorithm.group_size
 
     @property
     def rollout_cache_tokens(self) -> int | None:
-        """What one engine's KV cache need hold where it shares its GPU; None where it may have all that is left."""
+        """Tokens that an engine's KV cache must hold if it shares its GPU; None if it may use all memory left."""
         return self.rollout.max_num_seqs * self.max_sequence_tokens if self.placement.colocated else None
 
     @property

@@ -1,4 +1,4 @@
-"""The loop. Generate, score, assign advantages, update, publish; everything else serves this page."""
+"""The loop: generate, score, assign advantages, update, publish. Everything else serves this page."""
 
 from dataclasses import dataclass
 
@@ -59,12 +59,12 @@ class Driver(Run[Config]):
             self.save()
 
     def rewards(self, sampled: Batch) -> Tensor:
-        """float32 [S], NaN where nobody gave one. Raises RewardError where ``reward.max_abstained`` is exceeded."""
+        """float32 [S], NaN where none was given. Raises RewardError if ``reward.max_abstained`` is exceeded."""
         sampled.scores.check_abstained(self.config.reward.max_abstained)
         return sampled.scores.rewards
 
     def score(self, batch: TrainBatch) -> TrainBatch:
-        """What policy and critic say of the batch before they learn from it, side by side."""
+        """Adds the policy's log-probabilities and the critic's values before the update, computed concurrently."""
         roles = self.roles
         roles.rollouts.sleep()
         old_logprobs = roles.learner.score(batch) if self.algorithm.needs_old_logprobs else None
@@ -76,8 +76,8 @@ class Driver(Run[Config]):
         )
 
     def assign_advantages(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics, list[str]]:
-        """The algorithm's advantages and metrics; and what is not finite in them, or in what they come from: then there
-        are no metrics, and the advantages are NaN."""
+        """The algorithm's advantages and metrics, and what is not finite in the advantages or their inputs. If anything
+        is not, the advantages are NaN and there are no metrics."""
         nonfinite = nonfinite_tensors(batch, "old_logprobs", "ref_logprobs", "values")
         if not nonfinite:
             done, metrics = self.algorithm.assign_advantages(batch)
@@ -87,10 +87,10 @@ class Driver(Run[Config]):
         return batch.with_(advantages=torch.full((batch.num_completion_tokens,), torch.nan)), {}, nonfinite
 
     def update(self, batch: TrainBatch, nonfinite: list[str]) -> Metrics:
-        """Policy and critic learn side by side; the critic alone during its warm-up. From what is ``nonfinite`` nobody
-        learns.
+        """Policy and critic learn concurrently, the critic alone during its warm-up, neither if anything is
+        ``nonfinite``.
 
-        Raises NonFiniteError as ``checks`` says.
+        Raises NonFiniteError as configured in ``checks``.
         """
         metrics: Metrics = {}
         if not nonfinite:
@@ -104,18 +104,18 @@ class Driver(Run[Config]):
         return metrics | self.skipped.record(self.step + 1, nonfinite, self.tracker.note)
 
     def judge(self, metrics: Metrics) -> None:
-        """Warns where sampler and learner disagree; raises SamplingError where they disagree too much to go on."""
+        """Warns if sampler and learner disagree; raises SamplingError if they disagree too much to continue."""
         if warning := self.gate.judge(metrics, self.step):
             self.tracker.note(warning)
         if DIFFERENCE in metrics:
             self.stream.compared(self.step)
 
     def publish(self) -> Metrics:
-        """Every live rollout worker gets the learner's weights as version ``step``, verified."""
+        """Gives every live rollout worker the learner's weights as version ``step``, verified."""
         return self.roles.rollouts.publish(self.step)
 
     def measure(self) -> Metrics:
-        """Rewards and lengths of one greedy completion of each held-out prompt."""
+        """Rewards and lengths of one greedy completion per held-out prompt."""
         rollouts = sample_once(self.held_out, self.roles.rollouts)
         return rollout_metrics(rollouts, self.roles.reward.score(rollouts).result(), group_size=1)
 
@@ -136,7 +136,7 @@ class Driver(Run[Config]):
             self.tracker.log_completions(self.step, rollouts, rewards, first_of_each(batch))
 
     def staleness(self, batch: TrainBatch) -> Metrics:
-        """By how many versions the learner was ahead of the weights that sampled each token."""
+        """How many versions the learner was ahead of the weights that sampled each token."""
         staleness = self.step - 1 - batch.versions
         worst = int(staleness.max())
         assert worst <= self.config.rollout.max_staleness, f"a token is {worst} weight versions old"

@@ -1,15 +1,15 @@
-"""Every error a user can meet. Each message is one line: which key or file, what is wrong, what would work.
+"""Every error a user can see. Each message is one line: which key or file, what is wrong, what would work.
 
 All of them survive pickling (Ray sends them between processes): arguments are plain strings.
 """
 
 
 class RlhfError(Exception):
-    """Base of the errors that this project raises on purpose."""
+    """Base class of the errors that this project raises on purpose."""
 
 
 class ConfigError(RlhfError, ValueError):
-    """A configuration key is unknown, ill-typed, or impossible together with another."""
+    """A configuration key is unknown, ill-typed, or incompatible with another."""
 
 
 class DataError(RlhfError, ValueError):
@@ -21,7 +21,7 @@ class RewardError(RlhfError, ValueError):
 
 
 class AlgorithmError(RlhfError, ValueError):
-    """The user's advantage estimator or loss raised, or returned something other than what its docstring asks for."""
+    """The user's advantage estimator or loss raised, or returned something invalid."""
 
 
 class PlacementError(RlhfError, RuntimeError):
@@ -49,11 +49,11 @@ class WeightSyncError(RlhfError, RuntimeError):
 
 
 class UnwrittenWeightsError(WeightSyncError):
-    """vLLM's model has weights that no publish writes: it would sample from something that nobody trains."""
+    """vLLM's model has weights that no publish writes: it would sample from weights that are not trained."""
 
 
 class SamplingError(RlhfError, RuntimeError):
-    """The rollout workers' log-probabilities are not the learner's: they do not sample from what is trained."""
+    """The rollout workers' log-probabilities differ from the learner's: they do not sample the policy being trained."""
 
 
 class NonFiniteError(RlhfError, FloatingPointError):
@@ -61,9 +61,9 @@ class NonFiniteError(RlhfError, FloatingPointError):
 
 
 class CheckpointError(RlhfError, RuntimeError):
-    """A checkpoint is missing, incomplete, or does not fit the run that asks for it."""
+    """A checkpoint is missing, incomplete, or does not match the run that asks for it."""
 
 
 def one_line(error: BaseException) -> str:
-    """What an error of somebody else's says, to go into a message of ours."""
+    """The text of a foreign error on one line, to quote in a message of ours."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -1,4 +1,4 @@
-"""Settings that a run does not read because of its algorithm: allowed, for recipes are shared, but worth a warning."""
+"""Settings that a run does not read because of its algorithm: allowed, as recipes are shared, but worth a warning."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from rlhf.config import AlgorithmConfig, Config, CriticConfig, ReferenceConfig
 
 DEFAULTS = {"algorithm": AlgorithmConfig(), "critic": CriticConfig(), "reference": ReferenceConfig()}
 
-# Which key decides, whether the others are read, and those: keys, or whole sections. The first row that applies counts.
+# The deciding key, whether its dependents are read, and these: keys, or whole sections. The first matching row counts.
 RULES: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
     (
         "algorithm.name",
@@ -56,9 +56,9 @@ RULES: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
 
 
 def ignored_settings(config: Config) -> list[str]:
-    """One text per deciding key, ``algorithm.name=grpo ignores algorithm.lam=0.9, critic.num_ranks=2``.
+    """One message per deciding key, such as ``algorithm.name=grpo ignores algorithm.lam=0.9, critic.num_ranks=2``.
 
-    Named are keys that are set to something other than their default, and that the algorithm or its loss never reads.
+    It lists the keys that differ from their defaults but that the algorithm or its loss never reads.
     """
     found: dict[str, str] = {}  # what is ignored -> why
     for decisive, is_read, keys in RULES:
@@ -87,5 +87,5 @@ def _changed(key: str, value: Any, default: Any) -> Iterator[str]:
 
 
 def _shown(key: str, value: Any) -> str:
-    """As one would write it on the command line."""
+    """As written on the command line."""
     return f"{key}={value if isinstance(value, str) else json.dumps(value)}"

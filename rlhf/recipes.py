@@ -24,14 +24,14 @@ MERGE_ERRORS = (OmegaConfBaseException, TypeError)
 
 
 def _read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
-    """Reads a recipe and what it extends, the extended file first."""
+    """Reads a recipe, merged over the file it extends, if any."""
     if path in seen:
         raise ConfigError(f"{path}: extends itself through {' -> '.join(str(p) for p in seen)}")
     if not path.is_file():
         raise ConfigError(f"{path}: no such config file")
     try:
         config = OmegaConf.load(path)
-    except Exception as error:  # yaml has no common base that OmegaConf re-exports
+    except Exception as error:  # OmegaConf re-exports no common base of YAML's errors
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(config, DictConfig):
         raise ConfigError(f"{path}: must hold keys and values at its top level")
@@ -54,7 +54,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[S]
 
 def _read_override(override: str) -> DictConfig:
     if "=" not in override:
-        raise ConfigError(f"{override!r} is not key=value; for example rollout.num_workers=2")
+        raise ConfigError(f"{override!r} is not key=value; write it like rollout.num_workers=2")
     try:
         return OmegaConf.from_dotlist([override])
     except Exception as error:  # as in _read_yaml
@@ -78,7 +78,7 @@ def _build(schema: type[S], *layers: DictConfig) -> S:
 
 @cache
 def _defaults(schema: type) -> DictConfig:
-    """A schema with its defaults, which merging copies; building it takes longer than all the rest."""
+    """A schema with its defaults, which merging copies; building it takes longer than everything else."""
     return OmegaConf.structured(schema)
 
 
@@ -87,9 +87,9 @@ def _merge(base: DictConfig, layers: Sequence[DictConfig]) -> DictConfig:
         merged = OmegaConf.merge(base, *layers)
     except MERGE_ERRORS as error:
         key = str(getattr(error, "full_key", None))
-        if not any(key.split(".")[0] in layer for layer in layers):  # none, or one that counts from a list's member
+        if not any(key.split(".")[0] in layer for layer in layers):  # no key, or one relative to a list's member
             key = _refused_key(base, layers)
-        # about members of tuples, OmegaConf leaves its placeholders in
+        # for members of tuples, OmegaConf leaves its placeholders in
         reason = str(error).splitlines()[0].replace("'$VALUE' of type '$VALUE_TYPE' ", "")
         raise ConfigError(f"{key}: {reason}") from error
     assert isinstance(merged, DictConfig)
@@ -97,7 +97,7 @@ def _merge(base: DictConfig, layers: Sequence[DictConfig]) -> DictConfig:
 
 
 def _refused_key(base: DictConfig, layers: Sequence[DictConfig]) -> str:
-    """The first key that the schema refuses, for errors that do not say which."""
+    """The first key that the schema rejects, for errors that do not name it."""
     for layer in layers:
         for path, value in _leaves(OmegaConf.to_container(layer)):
             try:
@@ -108,7 +108,7 @@ def _refused_key(base: DictConfig, layers: Sequence[DictConfig]) -> str:
 
 
 def _require_bools(merged: DictConfig, layers: Sequence[DictConfig]) -> None:
-    """Refuses numbers other than 0 and 1 for true and false: OmegaConf takes rollout.logprobs=5 for true."""
+    """Rejects numbers other than 0 and 1 for booleans: OmegaConf reads rollout.logprobs=5 as true."""
     for layer in layers:
         for path, value in _leaves(OmegaConf.to_container(layer)):
             key = ".".join(path)
@@ -117,7 +117,7 @@ def _require_bools(merged: DictConfig, layers: Sequence[DictConfig]) -> None:
 
 
 def _leaves(part: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The values in nested mappings that are no mappings themselves, each with the names that lead to it."""
+    """The values in nested mappings that are not mappings themselves, each with its path of names."""
     if not isinstance(part, dict):
         yield path, part
         return
@@ -133,7 +133,7 @@ def to_yaml(config: Config | RewardTrainingConfig) -> str:
 def validate_model(config: Config) -> None:
     """Checks what needs the model's shape: tensor parallelism and context length. Raises ConfigError.
 
-    A hub model is checked once its ``config.json`` is in the cache, which loading its tokenizer brings about.
+    A hub model is checked only if its ``config.json`` is in the cache; loading its tokenizer puts it there.
     """
     shape = read_model_config(config.model.path)
     if shape is None:

@@ -1,7 +1,7 @@
-"""Whether a run may go on from a checkpoint: what the run is now, compared key by key with what it was then.
+"""Whether a run may resume from a checkpoint: the run as it is now, compared key by key with what it was then.
 
 A checkpoint holds the configuration of its run, and fingerprints of what the configuration only points to: the
-tokenizer, the shapes of the models that learn, the data, and the files of the user's own functions. ``RULES`` says of
+tokenizer, the shapes of the models that learn, the data, and the files of the user's own functions. ``RULES`` says for
 every key whether it may differ.
 """
 
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rule:
-    """What is done about keys that differ: ``tell`` lists them, ``refuse`` ends the run, ``ignore`` says nothing.
+    """What to do about keys that differ: ``tell`` lists them, ``refuse`` ends the run, ``ignore`` does neither.
 
-    ``section.*`` stands for every key of a section that has no rule of its own. What is said of ``learner`` holds for
+    ``section.*`` covers every key of a section that has no rule of its own. Rules for ``learner`` also apply to
     ``critic``.
     """
 
     action: Literal["tell", "refuse", "ignore"]
     reason: str
-    keys: str  # with spaces between them
+    keys: str  # separated by spaces
 
 
 RULES = (
     Rule("ignore", "says where to start from, not what the run is", "checkpoint.resume"),
     Rule(
         "tell",
-        "how long the run is, what it is called, and what is recorded of it",
+        "the run's length and name, and what it records",
         """
         name run_dir num_steps num_epochs eval_every_steps data.eval data.eval_size checkpoint.* checks.* tracking.*
         """,
@@ -70,7 +70,7 @@ RULES = (
     ),
     Rule(
         "tell",
-        "changes what is learnt from here on; what the checkpoint holds means the same",
+        "changes what is learnt from here on, not what the checkpoint means",
         """
         algorithm.beta algorithm.kl_horizon algorithm.gamma algorithm.lam algorithm.value_clip algorithm.reward_clip
         algorithm.epsilon_low algorithm.epsilon_high algorithm.delta algorithm.dual_clip algorithm.entropy_coef
@@ -92,13 +92,13 @@ RULES = (
     ),
     Rule(
         "tell",
-        "what is found there, or made of it, is compared instead: FINGERPRINTS",
+        "the contents, or the resulting tokens, are compared instead: FINGERPRINTS",
         """
         model.path critic.path data.train data.task_args data.prompt_column data.system_prompt data.chat_template_kwargs
         data.date data.max_prompt_tokens data.overlong_prompts data.max_tokens
         """,
     ),
-    Rule("refuse", "the order of the data and all samples follow from it", "seed data.shuffle"),
+    Rule("refuse", "the order of the data and all samples depend on it", "seed data.shuffle"),
     Rule("refuse", "the checkpoint holds weights and optimizer state of that type", "model.dtype"),
     Rule(
         "refuse",
@@ -111,7 +111,7 @@ RULES = (
     ),
     Rule(
         "refuse",
-        "steps, schedule and data position are counted in such batches",
+        "steps, schedule and data position are counted in batches of that size",
         """
         algorithm.prompts_per_step algorithm.group_size algorithm.num_epochs algorithm.num_minibatches batch_pairs
         """,
@@ -119,12 +119,12 @@ RULES = (
     Rule("refuse", "the checkpoint holds the beta of the KL controller", "algorithm.kl_target"),
     Rule(
         "refuse",
-        "DeepSpeed loads only what the same ranks, ZeRO stage and optimizer saved",
+        "DeepSpeed loads only what was saved with the same ranks, ZeRO stage and optimizer",
         "learner.num_ranks learner.zero_stage learner.offload_optimizer",
     ),
     Rule(
         "refuse",
-        "the optimizer's moments were made with it, and bring it back",
+        "the optimizer's moments were computed with it, and loading them restores it",
         "learner.optimizer.betas learner.optimizer.eps",
     ),
 )
@@ -143,7 +143,7 @@ UNSET = "unset"
 
 
 def rule_of(key: str) -> Rule | None:
-    """The rule of a key of the configuration; None for a key that nobody has thought about."""
+    """The rule for a key of the configuration; None if it has none."""
     section = key.rpartition(".")[0]
     rule = _RULE_OF.get(key) or _RULE_OF.get(f"{section}.*")
     return rule if rule or not key.startswith("critic.") else rule_of(key.replace("critic.", "learner.", 1))
@@ -152,9 +152,9 @@ def rule_of(key: str) -> Rule | None:
 def describe_run(
     config: Config | RewardTrainingConfig, tokenizer: "PreTrainedTokenizerBase", *, data: str, num_steps: int
 ) -> dict[str, Any]:
-    """What a checkpoint says of its run, as plain JSON. ``data``: the fingerprint of the training data.
+    """What a checkpoint records about its run, as plain JSON. ``data``: the fingerprint of the training data.
 
-    Raises ConfigError where a model has no readable config.json.
+    Raises ConfigError if a model has no readable config.json.
     """
     fingerprints = {
         "tokenizer": tokenizer_fingerprint(tokenizer),
@@ -169,28 +169,28 @@ def describe_run(
 
 
 def _source_digests(config: Config) -> dict[str, str | None]:
-    """Hex digest of the file that holds each function of the user's, by the key that names it."""
+    """Hex digest of the file that defines each of the user's functions, by the key that names it."""
     paths = {"algorithm.advantage": config.algorithm.advantage, "algorithm.loss": config.algorithm.loss}
     paths |= {f"reward.functions[{i}]": function.path for i, function in enumerate(config.reward.functions)}
     return {key: source_digest(path) for key, path in paths.items() if path and path not in BUILT_IN}
 
 
 def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Hex digest of what decides which tokens a text or a chat becomes."""
+    """Hex digest of everything that determines how texts and chats are tokenised."""
     added = {id: repr(token) for id, token in tokenizer.added_tokens_decoder.items()}
     return _digest([tokenizer.get_vocab(), added, tokenizer.special_tokens_map, tokenizer.chat_template])
 
 
 def _shape_fingerprint(path: str, key: str) -> str:
-    """Hex digest of a model's config.json, on disk or on the hub, without what only says who wrote it."""
+    """Hex digest of a model's config.json, on disk or on the hub, without its provenance."""
     from transformers import PretrainedConfig
 
     try:
         config, _ = PretrainedConfig.get_config_dict(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}={path}: has no readable config.json ({str(error).splitlines()[0]})") from error
-    noted = ("_name_or_path", "_commit_hash", "transformers_version")
-    return _digest({name: value for name, value in config.items() if name not in noted})
+    provenance = ("_name_or_path", "_commit_hash", "transformers_version")
+    return _digest({name: value for name, value in config.items() if name not in provenance})
 
 
 def _digest(value: Any) -> str:
@@ -198,24 +198,24 @@ def _digest(value: Any) -> str:
 
 
 def read_run(directory: Path) -> dict[str, Any]:
-    """A checkpoint's state. Raises CheckpointError where it does not say which run it is of."""
+    """A checkpoint's state. Raises CheckpointError if it does not describe its run."""
     state = read_state(directory)
     if "config" not in state:
         raise CheckpointError(
-            f"{_shown(directory)}: does not hold the configuration of its run (an older version wrote it), so nothing "
-            "can be compared; resume it with that version, or set checkpoint.resume=none"
+            f"{_shown(directory)}: lacks the configuration of its run (an older version wrote it), so nothing can be "
+            "compared; resume it with that version, or set checkpoint.resume=none"
         )
     return state
 
 
 def check_resume(directory: Path, state: Mapping[str, Any], run: Mapping[str, Any]) -> str:
-    """One line on what the run ``run`` goes on from, and what has changed since.
+    """One line on what ``run`` resumes from, and what has changed since.
 
-    ``state``: of the checkpoint in ``directory``; ``run``: as ``describe_run`` gives it. Raises CheckpointError that
-    names every difference which makes the checkpoint mean something else.
+    ``state``: of the checkpoint in ``directory``; ``run``: from ``describe_run``. Raises CheckpointError naming every
+    difference that changes what the checkpoint means.
     """
     told, refused = [], []
-    adapted = "beta" in state.get("algorithm", {})  # by the KL controller; the configuration's is only its start
+    adapted = "beta" in state.get("algorithm", {})  # by the KL controller; the configured beta is only its start
     for key, old, new in _differences(state["config"], run["config"]):
         rule = rule_of("algorithm.kl_target" if adapted and key == "algorithm.beta" else key)
         change = f"{key} {_value(old)} -> {_value(new)}"
@@ -232,31 +232,31 @@ def check_resume(directory: Path, state: Mapping[str, Any], run: Mapping[str, An
         if was.get(name) != now.get(name):
             refused.append(f"{name} {was.get(name, UNSET)} -> {now.get(name, UNSET)} ({meaning})")
     if refused:
-        also = f"; changed too: {', '.join(told)}" if told else ""
+        also = f"; also changed: {', '.join(told)}" if told else ""
         raise CheckpointError(
-            f"{_shown(directory)} is of another run: {', '.join(refused)}{also}; go back to the old values, or start "
-            "anew with checkpoint.resume=none and another name or run_dir"
+            f"{_shown(directory)} belongs to another run: {', '.join(refused)}{also}; restore the old values, or start "
+            "over with checkpoint.resume=none and another name or run_dir"
         )
     changes = f"; changed: {', '.join(told)}" if told else ""
     return f"resuming from {_shown(directory)} (of {state['num_steps']}){changes}"
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(key, value then, value now) of every key of the whole configuration that differs."""
+    """(key, old value, new value) of every key in the whole configuration that differs."""
     before, after = dict(_leaves(old)), dict(_leaves(new))
     for key in {**before, **after}:
         was, now = before.get(key, UNSET), after.get(key, UNSET)
         if was == now or (key in PATHS and _same_path(was, now)):
             continue
         if was == UNSET and now is None:
-            continue  # a key that the checkpoint's version did not have, and that is not used
+            continue  # an unused key that the checkpoint's version did not have
         if key.startswith("critic.") and not ALGORITHMS[after["algorithm.name"]].critic:
-            continue  # there is none
+            continue  # there is no critic
         yield key, was, now
 
 
 def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key in full with its value. A section that is not there (null) has no keys."""
+    """Every full key with its value. An absent section (null) has no keys."""
     for name, value in section.items():
         key = prefix + name
         if isinstance(value, dict) and key not in _RULE_OF:
@@ -274,6 +274,6 @@ def _value(value: Any) -> str:
 
 
 def _shown(directory: Path) -> str:
-    """From here, where it lies below."""
+    """Relative to the current directory if inside it."""
     here = Path.cwd()
     return str(directory.relative_to(here) if directory.is_relative_to(here) else directory)

@@ -1,4 +1,4 @@
-"""Typed configuration of `rlhf train-reward`: its own keys, beside the sections it shares with ``rlhf.config``."""
+"""Typed configuration of `rlhf train-reward`: its own keys, and the sections it shares with ``rlhf.config``."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,14 +28,14 @@ from rlhf.config import (
 @dataclass(frozen=True)
 class PreferenceDataConfig(Section, key="data"):
     """Preference pairs. A source is ``task:NAME`` or a ``.jsonl`` file with prompt, chosen, rejected and, optionally,
-    margin: by how much the chosen answer's score should at least exceed the other's."""
+    margin: the least by which the chosen answer's score should exceed the other's."""
 
     train: str = MISSING
     eval: str | None = None  # None: no evaluation
     eval_size: PositiveInt = 256  # at most this many held-out pairs
     task_args: dict[str, Any] = field(default_factory=dict)  # for task:NAME, both splits
-    max_tokens: PositiveInt = 1024  # per text, prompt included; the end is kept, as reward.model.max_tokens does
-    date: str | None = None  # YYYY-MM-DD, for templates that ask for today's; null: the day on which the run began
+    max_tokens: PositiveInt = 1024  # per text, prompt included; the end is kept, as with reward.model.max_tokens
+    date: str | None = None  # YYYY-MM-DD, for templates that ask for today's date; null: the day the run started
     shuffle: bool = True
 
     def __post_init__(self) -> None:
@@ -52,10 +52,10 @@ class RewardTrainingConfig(Section, key=""):
     seed: Seed = 0
     num_epochs: PositiveInt = 1
     batch_pairs: PositiveInt = 64  # per optimiser step
-    eval_every_steps: NonNegativeInt = 0  # 0: before the first and after the last step only
+    eval_every_steps: NonNegativeInt = 0  # 0: only before the first and after the last step
     # weight of (chosen + rejected)^2, which keeps scores around zero; 0.01 is usual
     center_coef: NonNegativeFloat = 0.0
-    model: ModelConfig = field(default_factory=ModelConfig)  # a causal LM, or a classifier to go on from
+    model: ModelConfig = field(default_factory=ModelConfig)  # a causal LM, or a classifier to train further
     data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
     learner: LearnerConfig = field(
         default_factory=lambda: LearnerConfig(optimizer=OptimizerConfig(learning_rate=1e-5, betas=(0.9, 0.999)))
@@ -78,5 +78,5 @@ class RewardTrainingConfig(Section, key=""):
 
     @property
     def max_pair_tokens(self) -> int:
-        """Longest pair: two texts, and the one token appended to each to read the score at its end."""
+        """Longest pair: two texts, each with the one token appended to read the score at its end."""
         return 2 * (self.data.max_tokens + 1)

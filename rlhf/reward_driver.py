@@ -19,7 +19,7 @@ def count_steps(config: RewardTrainingConfig, pairs: Sequence[Pair]) -> int:
 
 @dataclass(kw_only=True)
 class RewardTraining(Run[RewardTrainingConfig]):
-    """A reward model learns from preference pairs. ``step`` says where in the data the run is."""
+    """A reward model learns from preference pairs. ``step`` is also the run's position in the data."""
 
     learner: Trained
     pairs: Sequence[Pair]
@@ -27,7 +27,7 @@ class RewardTraining(Run[RewardTrainingConfig]):
     def run(self) -> None:
         """Trains to the last step, or to the end of the step in which ``stop_requested`` is set.
 
-        Raises NonFiniteError as ``checks`` says.
+        Raises NonFiniteError as configured in ``checks``.
         """
         self.resume()
         if not self.evaluations:
@@ -50,7 +50,7 @@ class RewardTraining(Run[RewardTrainingConfig]):
             self.save()
 
     def batches(self) -> list[list[Pair]]:
-        """The pairs of every step, from the first epoch on."""
+        """The pairs of every step, over all epochs."""
         config = self.config
         return [
             batch

@@ -1,6 +1,6 @@
-"""The roles the driver talks to, as protocols. Whether one is a Ray actor group or a local object is not its concern.
+"""The roles the driver talks to, as protocols. It need not know if one is a Ray actor group or a local object.
 
-Calls that take long and can run side by side return a ``Pending``; ``result()`` waits, under the role's deadline.
+Long calls that can run concurrently return a ``Pending``; ``result()`` waits, under the role's deadline.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,7 +17,7 @@ Metrics = dict[str, float]
 
 
 class Pending(Protocol[T_co]):
-    """A result on its way."""
+    """A result in progress."""
 
     def result(self) -> T_co:
         """Waits under the role's deadline. Raises ActorError or DeadlineError, naming role, rank and node."""
@@ -45,7 +45,7 @@ class Trained(Protocol):
     def update(self, batch: TrainBatch, step: int) -> Pending[Metrics]:
         """All epochs and mini-batches of training step ``step``, counted from 0: it seeds their shuffle.
 
-        Optimiser steps whose loss or gradient is not finite are not taken; ``rlhf.checks.nonfinite.skip_report`` tells.
+        Optimiser steps whose loss or gradient is not finite are skipped: see ``rlhf.checks.nonfinite.skip_report``.
         """
         ...
 
@@ -78,12 +78,12 @@ class Reward(Protocol):
         ...
 
     def score(self, rollouts: Sequence[Rollout]) -> Pending[Scores]:
-        """The scores of completions that form no groups, in order; divided among all who can score them."""
+        """The scores of ungrouped completions, in order; the work is divided among all reward workers."""
         ...
 
 
 class Rollouts(Protocol):
-    """The pool of samplers. Groups go in and come out in any order; each comes out exactly once."""
+    """The pool of samplers. Groups finish in any order, each exactly once."""
 
     def submit(
         self,
@@ -95,28 +95,28 @@ class Rollouts(Protocol):
     ) -> list[int]:
         """Queues a group of ``group_size`` completions per prompt; returns the groups' ids.
 
-        ``with_logprobs``: positions in ``prompts`` of groups that carry the sampler's log-probabilities in any case.
+        ``with_logprobs``: positions in ``prompts`` whose groups carry the sampler's log-probabilities in any case.
         """
         ...
 
     def next_groups(self, ids: Collection[int]) -> dict[int, list[Rollout]]:
-        """Waits until one of these groups has finished. Returns all that have, by id: rollouts by sample index."""
+        """Waits until one of these groups has finished. Returns all that have, by id, with rollouts by sample index."""
         ...
 
     def publish(self, version: int) -> Metrics:
-        """Gives every live worker the learner's weights as ``version``; returns once all that serve have verified
+        """Gives every live worker the learner's weights as ``version``; returns when every serving worker has verified
         them."""
         ...
 
     def sleep(self) -> None:
-        """Frees the device memory that a colocated learner needs, until the next ``publish``. No-op where nothing is
+        """Frees the device memory that a colocated learner needs, until the next ``publish``. No-op if nothing is
         shared."""
         ...
 
 
 @dataclass(frozen=True)
 class Roles:
-    """Who does the work of a run. Reference and critic exist only where the algorithm asks for them."""
+    """The roles of a run. Reference and critic exist only if the algorithm needs them."""
 
     learner: Learner
     rollouts: Rollouts

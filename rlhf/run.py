@@ -1,4 +1,4 @@
-"""What every training run shares, whatever it trains: steps, evaluations, and how it goes on from a checkpoint."""
+"""What every training run shares, whatever it trains: steps, evaluations, and checkpoints to resume from."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ C = TypeVar("C", bound=Config | RewardTrainingConfig)
 
 
 class Stateful(Protocol):
-    """A part of a run that a checkpoint holds, as JSON."""
+    """A part of a run that a checkpoint stores as JSON."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -24,15 +24,15 @@ class Stateful(Protocol):
 
 @dataclass(kw_only=True)
 class Run(Generic[C]):
-    """One training run. ``step`` counts finished training steps. Subclasses have the loop."""
+    """One training run. ``step`` counts finished training steps. Subclasses implement the loop."""
 
     config: C
-    held_out: Sequence[Any]  # what evaluations are made of: prompts, or preference pairs
+    held_out: Sequence[Any]  # evaluation data: prompts or preference pairs
     tracker: Tracker
     checkpoints: CheckpointStore
     step: int = 0
     stop_requested: bool = False
-    evaluations: dict[int, Metrics] = field(default_factory=dict)  # by the step that they followed
+    evaluations: dict[int, Metrics] = field(default_factory=dict)  # by the step they followed
     skipped: SkippedSteps = field(init=False)
 
     def __post_init__(self) -> None:
@@ -43,7 +43,7 @@ class Run(Generic[C]):
         raise NotImplementedError
 
     def stateful(self) -> dict[str, Stateful]:
-        """What else a resumed run needs, beside the step and the evaluations."""
+        """What a resumed run needs in addition to the step and the evaluations."""
         return {"tracker": self.tracker, "skipped": self.skipped}
 
     def measure(self) -> Metrics:
@@ -51,7 +51,7 @@ class Run(Generic[C]):
         raise NotImplementedError
 
     def evaluate(self) -> None:
-        """Measures and records the held-out data, where there are any."""
+        """Evaluates on the held-out data, if any, and records the metrics."""
         if not self.held_out:
             return
         with self.tracker.phase("evaluate"):
@@ -60,13 +60,13 @@ class Run(Generic[C]):
         self.tracker.log_eval(self.step, metrics)
 
     def save(self) -> None:
-        """One checkpoint of everything, whole or absent."""
+        """Writes one checkpoint of everything, complete or not at all."""
         with self.tracker.phase("checkpoint"), self.checkpoints.writing(self.step, self.state_dict()) as directory:
             for name, model in self.trained().items():
                 model.save(str(directory / name))
 
     def resume(self) -> None:
-        """Goes on from the checkpoint that ``checkpoint.resume`` names, if there is one."""
+        """Resumes from the checkpoint that ``checkpoint.resume`` names, if there is one."""
         if (directory := self.checkpoints.find(self.config.checkpoint.resume)) is None:
             return
         self.load_state_dict(read_state(directory))
@@ -74,7 +74,7 @@ class Run(Generic[C]):
             model.load(str(directory / name))
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything of the loop's own that a resumed run needs, as JSON."""
+        """The loop's own state that a resumed run needs, as JSON."""
         return {
             "step": self.step,
             "evaluations": {str(step): metrics for step, metrics in self.evaluations.items()},

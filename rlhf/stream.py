@@ -1,9 +1,8 @@
 """From prompts to training batches: one stream of finished groups, at most ``max_staleness`` weight versions ahead.
 
-Prompts are admitted while their groups can still be trained on in time; rewards and reference are asked about groups as
-they finish, while others are still being sampled; a batch is made of the first to finish, as far as no group left
-behind becomes too old. With ``max_staleness=0`` a step admits exactly its own prompts and waits for all of them:
-strictly on-policy.
+Prompts are admitted while their groups can still be trained on in time; groups go to rewards and reference as they
+finish, while others are still being sampled; a batch takes the first to finish, as long as no group left behind becomes
+too old. With ``max_staleness=0`` a step admits exactly its own prompts and waits for all of them: strictly on-policy.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +35,7 @@ class Admitted:
 
 @dataclass(frozen=True)
 class Item(Generic[T]):
-    """One group's answer out of a call about several."""
+    """One group's result from a call for several."""
 
     call: Pending[list[T]]
     index: int
@@ -47,7 +46,7 @@ class Item(Generic[T]):
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """A finished group, and what has been asked about it."""
+    """A finished group and its pending scores."""
 
     admitted: Admitted
     rollouts: list[Rollout]
@@ -65,18 +64,18 @@ class Batch:
 
     @cached_property
     def scores(self) -> Scores:
-        """Waits for what rewards are still on their way."""
+        """Waits for rewards that are still pending."""
         return Scores.concat([group.scores.result() for group in self._groups])
 
     @cached_property
     def ref_logprobs(self) -> Tensor | None:
-        """float32 [N]: waits for what the reference has not scored yet; None without a reference."""
+        """float32 [N]: waits for what is still pending; None without a reference."""
         found = [group.ref_logprobs.result() for group in self._groups if group.ref_logprobs]
         return torch.cat(found) if found else None
 
 
 Phase = Callable[[str], AbstractContextManager[None]]
-"""Counts the time in its body as that of a phase: ``Tracker.phase``."""
+"""Counts the time spent in its body towards a phase: ``Tracker.phase``."""
 
 
 class GroupStream:
@@ -95,7 +94,7 @@ class GroupStream:
         self._algorithm, self._max_staleness, self._phase = config.algorithm, config.rollout.max_staleness, phase
         self._last_step = config.num_steps - 1
         self._checks, self._all_compared = config.checks, config.needs_rollout_logprobs
-        self._last_comparison: int | None = None  # the step of the last that came about
+        self._last_comparison: int | None = None  # the step of the last one made
         self._num_comparisons = 0
         self._sampling: dict[int, Admitted] = {}  # by the pool's group id
         self._ready: list[ScoredGroup] = []  # in the order in which they finished
@@ -105,11 +104,11 @@ class GroupStream:
         """The batch of training step ``step``, which is also the version of the weights just published.
 
         With ``dynamic_sampling_max_tries`` a group whose rewards are all equal is replaced by one of a new prompt as
-        soon as that is known (DAPO: arXiv 2503.14476, section 3.2); at most so many batches' worth of them in a step,
-        after which equal groups are taken too. So the batch always has its exact size.
+        soon as that is known (DAPO: arXiv 2503.14476, section 3.2). After that many batches' worth of replacements in a
+        step, equal groups are taken too, so the batch always has its exact size.
         """
         size = self._algorithm.prompts_per_step
-        ahead = min(self._max_staleness, self._last_step - step)  # nothing is sampled for steps that will not be
+        ahead = min(self._max_staleness, self._last_step - step)  # nothing is sampled beyond the last step
         refills = self._algorithm.dynamic_sampling_max_tries * size
         self._admit(step, (1 + ahead) * size - len(self._sampling) - len(self._ready))
         while (chosen := self._choose(step)) is None:
@@ -126,18 +125,18 @@ class GroupStream:
         return Batch(taken)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position among the prompts, and the ids of those admitted but not consumed."""
+        """The position in the prompt stream, and the ids of prompts admitted but not consumed."""
         admitted = [*self._sampling.values(), *(group.admitted for group in self._ready)]
         pending = [*(a.prompt.id for a in admitted), *(p.id for p in self._resumed)]
         return {"prompts": self._prompts.state_dict(), "pending": sorted(pending)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resumes there; pending prompts are resampled before any other."""
+        """Resumes from ``state``; pending prompts are resampled before any other."""
         self._prompts.load_state_dict(state["prompts"])
         self._resumed = [self._prompts.at(position) for position in state["pending"]]
 
     def compared(self, step: int) -> None:
-        """Log-probabilities were compared in step ``step``. Until a step has done so, the comparison stays due."""
+        """Records that step ``step`` compared log-probabilities. Until a step has done so, the comparison stays due."""
         self._last_comparison = step
         self._num_comparisons += 1
 
@@ -152,8 +151,8 @@ class GroupStream:
             self._sampling[group_id] = Admitted(prompt, last_step=step + self._max_staleness)
 
     def _to_compare(self, step: int, count: int) -> range:
-        """Which of ``count`` groups are sampled with log-probabilities for the learner to check: others every time, so
-        that every worker has its turn."""
+        """Which of ``count`` groups are sampled with log-probabilities for the learner to check: different ones each
+        time, so that every worker gets a turn."""
         checks, last = self._checks, self._last_comparison
         if last is not None and step - last < checks.logprob_every_steps:
             return range(0)
@@ -162,11 +161,11 @@ class GroupStream:
         return range(start, start + num_groups)
 
     def _next_groups(self) -> list[ScoredGroup]:
-        """Waits for one group, takes all that have finished, and asks for their rewards and reference log-probabilities
-        without waiting for those.
+        """Waits for one group, takes all that have finished, and requests their rewards and reference log-probabilities
+        without waiting for them.
 
-        They go together, for each call costs time, but none is packed with another: numbers must not depend on the
-        order of finishing.
+        One call covers them all, since each call costs time, but none is packed with another: numbers must not depend
+        on the order in which groups finish.
         """
         finished = self._rollouts.next_groups(self._sampling)
         groups = list(finished.values())
@@ -198,12 +197,12 @@ class GroupStream:
 def choose_batch(ready: Sequence[int], sampling: Sequence[int], *, step: int, size: int) -> set[int] | None:
     """Which finished groups make the batch of ``step``; None: wait for more.
 
-    Earliest finished first, under the condition that all others can still be used in time: for every later step ``s``
-    at most ``size`` x (s - step) groups that must be used by ``s`` stay behind (earliest deadline first, Horn 1974).
+    Earliest finished first, provided that all others can still be used in time: for every later step ``s``, at most
+    ``size`` x (s - step) groups that must be used by ``s`` are left behind (earliest deadline first, Horn 1974).
 
     Args:
         ready: the last step that may use each finished group, in the order in which they finished.
-        sampling: the same of groups that are not finished.
+        sampling: the same for unfinished groups.
         step: the training step in question; every deadline is at least this.
         size: groups per batch.
 
@@ -228,7 +227,7 @@ def choose_batch(ready: Sequence[int], sampling: Sequence[int], *, step: int, si
 
 
 def sample_once(prompts: Sequence[Prompt], rollouts: Rollouts) -> list[Rollout]:
-    """One greedy completion of each prompt, in their order."""
+    """One greedy completion per prompt, in order."""
     ids = rollouts.submit(prompts, group_size=1, greedy=True)
     finished: dict[int, list[Rollout]] = {}
     while waiting := set(ids) - finished.keys():

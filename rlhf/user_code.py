@@ -19,9 +19,9 @@ from rlhf.errors import RlhfError
 def load_function(
     path: str, key: str, error_type: type[RlhfError], *, built_in: Mapping[str, Callable[..., Any]] | None = None
 ) -> Callable[..., Any]:
-    """What ``path`` names; names in ``built_in`` come first. ``key`` says where the configuration names it.
+    """The function at ``path``; names in ``built_in`` take precedence. ``key``: where the configuration names it.
 
-    Raises ``error_type`` where it cannot be loaded.
+    Raises ``error_type`` if it cannot be loaded.
     """
     if built_in and path in built_in:
         return built_in[path]
@@ -31,7 +31,7 @@ def load_function(
     else:
         module_name, _, attribute = path.rpartition(".")
         if not module_name or not attribute:
-            wrong = f"is no built-in function ({', '.join(sorted(built_in))})" if built_in else "names no module"
+            wrong = f"is not a built-in function ({', '.join(sorted(built_in))})" if built_in else "names no module"
             use = "use one of them, " if built_in else "use "
             raise error_type(f"{key} {wrong}; {use}package.module.function, or path/to/file.py:function")
         module = _import_module(module_name, key, error_type)
@@ -45,7 +45,7 @@ def load_function(
 
 
 def source_digest(path: str) -> str | None:
-    """Hex digest of the file that holds the function at ``path``, which was loaded; None where there is no file."""
+    """Hex digest of the file that defines the loaded function at ``path``; None if there is no file."""
     if ".py:" in path:
         file = Path(path.rpartition(":")[0]).expanduser()
     else:
@@ -77,7 +77,7 @@ def _import_module(name: str, key: str, error_type: type[RlhfError]) -> ModuleTy
         if name == missing or name.startswith(f"{missing}."):
             remedy = "install it, add its directory to PYTHONPATH, or use path/to/file.py:function"
             raise error_type(f"{key}: no module {missing!r}; {remedy}") from error
-        raise error_type(f"{key}: importing it failed: {described(error)}; correct the module") from error
+        raise error_type(f"{key}: importing it failed: {described(error)}; fix the module") from error
 
 
 def _import_file(file: Path, key: str, error_type: type[RlhfError]) -> ModuleType:
@@ -96,5 +96,5 @@ def _import_file(file: Path, key: str, error_type: type[RlhfError]) -> ModuleTyp
         spec.loader.exec_module(module)
     except Exception as error:  # a module may raise anything while it is imported
         del sys.modules[name]
-        raise error_type(f"{key}: importing it failed: {described(error)}; correct the module") from error
+        raise error_type(f"{key}: importing it failed: {described(error)}; fix the module") from error
     return module

@@ -1,4 +1,4 @@
-"""Advantages, losses and KL terms of PPO, GRPO and RLOO: pure functions over tensors, and one small object for each."""
+"""Advantages, losses and KL terms of PPO, GRPO and RLOO: pure functions over tensors, and one small object each."""
 
 from rlhf.algorithms.advantages import AdvantageInputs
 from rlhf.algorithms.base import Algorithm
@@ -12,9 +12,9 @@ __all__ = ["AdvantageInputs", "Algorithm", "LossInputs", "check_algorithm", "mak
 
 
 def make_algorithm(config: AlgorithmConfig) -> Algorithm:
-    """The algorithm that ``algorithm.name`` names, with the estimator that ``algorithm.advantage`` does, if any.
+    """The algorithm named by ``algorithm.name``, with the estimator named by ``algorithm.advantage``, if any.
 
-    Raises ConfigError where that cannot be loaded or called.
+    Raises ConfigError if the estimator cannot be loaded or called.
     """
     if estimator := custom_estimator(config):
         return GroupBaseline(config, estimator)
@@ -22,6 +22,6 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
 
 
 def check_algorithm(config: AlgorithmConfig) -> None:
-    """Raises ConfigError where the user's own advantage estimator or loss cannot be loaded or called."""
+    """Raises ConfigError if the user's own advantage estimator or loss cannot be loaded or called."""
     custom_estimator(config)
     custom_loss(config)

@@ -3,8 +3,8 @@
 Groups are contiguous: with ``group_size`` G, rewards ``[i * G, (i + 1) * G)`` belong to prompt i. Everything runs on
 the whole batch of a training step, so "over the batch" is global however many ranks train on it.
 
-A completion that nobody gave a reward has NaN. Baselines and deviations are those of the completions that have one; it
-gets advantage 0 itself, and so does a completion that is alone with its reward in its group.
+A missing reward is NaN. Baselines and deviations exclude such completions, which get advantage 0; so does a completion
+that is the only one of its group with a reward.
 """
 
 from collections.abc import Callable
@@ -24,22 +24,22 @@ WHITEN_EPSILON = 1e-8  # added to a variance
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What an estimator gets: the S completions of a training step, of N tokens in all. To be read, not changed.
+    """An estimator's inputs: the S completions of a training step, with N tokens in total. Read-only.
 
-    Completions of one prompt are neighbours. Per-token tensors hold the completions one after the other, cut by
+    Completions of one prompt are neighbours. Per-token tensors hold the completions concatenated, delimited by
     ``completion_lengths``; T also counts the prompts, each before its completion. All are on the CPU.
     """
 
-    rewards: Tensor  # float32 [S], clipped and, with rloo, less the KL; NaN where nobody gave one
-    group_size: int  # completions of a prompt; divides S
+    rewards: Tensor  # float32 [S], clipped and, with rloo, minus the KL; NaN where none was given
+    group_size: int  # completions per prompt; divides S
     completion_lengths: Tensor  # int64 [S]
     truncated: Tensor  # bool [S]: cut at the length limit
     tokens: Tensor  # int64 [T]: prompt then completion, sequence after sequence
     prompt_lengths: Tensor  # int64 [S]
     versions: Tensor  # int32 [N]: of the weights that sampled each token
-    old_logprobs: Tensor | None  # float32 [N], by the learner; None unless the KL is subtracted from the reward
-    ref_logprobs: Tensor | None  # float32 [N], by the reference; None with algorithm.beta=0
-    rollout_logprobs: Tensor | None  # float32 [N], by the sampler, NaN where it was not asked; None if it never was
+    old_logprobs: Tensor | None  # float32 [N], from the learner; None unless the KL is subtracted from the reward
+    ref_logprobs: Tensor | None  # float32 [N], from the reference; None with algorithm.beta=0
+    rollout_logprobs: Tensor | None  # float32 [N], from the sampler, NaN where not requested; None if it never was
 
     @classmethod
     def of(cls, batch: TrainBatch, rewards: Tensor, group_size: int) -> "AdvantageInputs":
@@ -58,14 +58,14 @@ class AdvantageInputs:
 
 
 Estimator = Callable[[AdvantageInputs], Tensor]
-"""Returns advantages: float32 [S], one per completion for all of its tokens, or [N], one per token. What it says of a
-completion without reward does not matter."""
+"""Returns advantages: float32 [S], one per completion for all of its tokens, or [N], one per token. Its values for
+completions without a reward are ignored."""
 
 
 def place_scores(rewards: Tensor, scores: Tensor, mask: Tensor, *, after_last: bool = False) -> Tensor:
     """Adds each sequence's score to the reward of its last token.
 
-    With ``after_last``, TRL's PPO convention: one position later where there is padding to hold it (the mask handed to
+    With ``after_last``, TRL's PPO convention: one position later if there is padding to hold it (the mask passed to
     ``gae`` must then include that position).
 
     rewards float [B, T] (for example ``-beta * KL``), scores float [B], mask bool or 0/1 [B, T], padded on the right,
@@ -92,7 +92,7 @@ def gae(
         A_t     = delta_t + gamma * lam * A_{t+1}
         R_t     = A_t + V_t
 
-    ``V`` after the last token is ``bootstrap_values``: what the critic expects beyond the cut of a truncated row, 0 for
+    ``V`` after the last token is ``bootstrap_values``: the critic's estimate beyond the cut of a truncated row, 0 for
     a row that ended; None: 0 for all.
 
     rewards, values float [B, T]; mask bool or 0/1 [B, T], padded on the right; bootstrap_values float [B] or None.
@@ -113,18 +113,18 @@ def gae(
 
 
 def clip_rewards(rewards: Tensor, clip: float | None) -> Tensor:
-    """Rewards, float of any shape, moved into [-clip, clip]; None: as they are. NaN stays NaN."""
+    """Rewards, float of any shape, clipped to [-clip, clip]; None: unchanged. NaN stays NaN."""
     return rewards if clip is None else rewards.clamp(-clip, clip)
 
 
 def group_normalized(rewards: Tensor, group_size: int, *, scale: RewardScale) -> Tensor:
     """``(r_i - mean of the group) / (std + 1e-4)``. GRPO: arXiv 2402.03300, section 4.1.2.
 
-    The deviation is Bessel-corrected; ``scale`` says over what it is taken: the ``group``; the raw rewards of the
+    The deviation is Bessel-corrected; ``scale`` says what it is taken over: the ``group``; the raw rewards of the
     ``batch`` (arXiv 2508.08221); or ``none``, no division (Dr. GRPO, arXiv 2503.20783).
 
     rewards float [B], group-contiguous, NaN where missing. Returns float [B]. Raises ValueError for an unknown scale,
-    for group_size < 2 and where group_size does not divide B.
+    for group_size < 2 and if group_size does not divide B.
     """
     if scale not in get_args(RewardScale):
         raise ValueError(f"scale={scale!r} is unknown; use group, batch or none")
@@ -141,12 +141,12 @@ def group_normalized(rewards: Tensor, group_size: int, *, scale: RewardScale) ->
 
 
 def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
-    """RLOO: each reward less the mean of the others of its group. Ahmadian et al. 2024, arXiv 2402.14740.
+    """RLOO: each reward minus the mean of the others in its group. Ahmadian et al. 2024, arXiv 2402.14740.
 
         A_i = r_i - sum_{j != i} r_j / (G - 1)
 
-    rewards float [B], group-contiguous, NaN where missing; G counts those of the group that are not. Returns float [B].
-    Raises ValueError as ``group_normalized`` does.
+    rewards float [B], group-contiguous, NaN where missing; G counts the group's rewards that are not missing. Returns
+    float [B]. Raises ValueError as ``group_normalized`` does.
     """
 
     def less_others(groups: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def reinforce_plus_plus_baseline(rewards: Tensor, group_size: int) -> Tensor:
-    """REINFORCE++ with baseline: less the mean of its group, then whitened over the batch. Hu et al., arXiv 2501.03262.
+    """REINFORCE++ with baseline: minus the group mean, then whitened over the batch. Hu et al., arXiv 2501.03262.
 
     rewards float [B], group-contiguous, NaN where missing. Returns float [B]. Raises ValueError as ``group_normalized``
     does.
@@ -174,8 +174,8 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
 
     The variance is Bessel-corrected, as in TRL. Global if ``x`` is the whole batch.
 
-    x float and mask bool or 0/1, of any one shape. Returns float of that shape, zero where masked. Raises ValueError if
-    fewer than two values are unmasked.
+    x float and mask bool or 0/1, of the same shape. Returns float of that shape, zero where masked. Raises ValueError
+    if fewer than two values are unmasked.
     """
     real = mask.bool()
     if real.sum() < 2:
@@ -188,7 +188,7 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
 def _by_group(rewards: Tensor, group_size: int, advantages_of: Callable[[Tensor], Tensor]) -> Tensor:
     """float [B] from rewards float [B]: ``advantages_of`` takes and returns float [groups, n], without missing rewards.
 
-    Groups with the same number n of rewards go together; those with fewer than two, and missing rewards, get 0.
+    Groups with the same number n of rewards run together; those with fewer than two, and missing rewards, get 0.
     """
     groups = _as_groups(rewards, group_size)
     given = ~groups.isnan()

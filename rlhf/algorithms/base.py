@@ -1,4 +1,4 @@
-"""What the loop asks of an algorithm."""
+"""What the loop requires of an algorithm."""
 
 from typing import Any, Protocol
 
@@ -12,11 +12,11 @@ class Algorithm(Protocol):
     """Whether advantages need the learner's log-probabilities before the update (PPO's KL reward does)."""
 
     def assign_advantages(self, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
-        """Fills in ``advantages [N]`` (and ``returns [N]`` where there is a critic), and says what it measured."""
+        """Fills in ``advantages [N]`` (and ``returns [N]`` if there is a critic), and returns metrics."""
         ...
 
     def adapt(self, batch: TrainBatch) -> None:
-        """Moves what changes over a run (PPO's KL controller), once the policy has learnt from ``batch``."""
+        """Updates what changes over a run (PPO's KL controller) after the policy has learnt from ``batch``."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...

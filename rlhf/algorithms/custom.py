@@ -1,4 +1,4 @@
-"""The user's own advantage estimator and loss: loaded by path, called with typed inputs, what they return checked.
+"""The user's own advantage estimator and loss: loaded by path, called with typed inputs, their results checked.
 
 ``algorithm.advantage`` names an ``estimator(inputs: AdvantageInputs, **kwargs) -> Tensor``, ``algorithm.loss`` a
 ``loss(inputs: LossInputs, **kwargs) -> Tensor | tuple[Tensor, dict[str, Tensor]]``.
@@ -21,9 +21,9 @@ from rlhf.user_code import described, load_function
 
 
 def custom_estimator(config: AlgorithmConfig) -> Estimator | None:
-    """The estimator that ``algorithm.advantage`` names, checked as it returns; None where it names none.
+    """The estimator that ``algorithm.advantage`` names, with its results checked; None if it names none.
 
-    Raises ConfigError where it cannot be loaded or called. The estimator raises AlgorithmError.
+    Raises ConfigError if it cannot be loaded or called. The estimator raises AlgorithmError.
     """
     if config.advantage is None:
         return None
@@ -37,9 +37,9 @@ def custom_estimator(config: AlgorithmConfig) -> Estimator | None:
 
 
 def custom_loss(config: AlgorithmConfig) -> TokenLoss | None:
-    """The loss that ``algorithm.loss`` names, checked as it returns; None where it names none.
+    """The loss that ``algorithm.loss`` names, with its results checked; None if it names none.
 
-    Its stats are called ``loss/<name>``. Raises as ``custom_estimator`` does.
+    Its stats are named ``loss/<name>``. Raises as ``custom_estimator`` does.
     """
     if config.loss is None:
         return None
@@ -60,7 +60,7 @@ def custom_loss(config: AlgorithmConfig) -> TokenLoss | None:
 
 @dataclass(frozen=True)
 class CustomFunction:
-    """A function of the user's. ``setting``: key and path in the configuration, for errors."""
+    """A user's function. ``setting``: key and path in the configuration, for errors."""
 
     setting: str
     call: Callable[..., Any]
@@ -68,7 +68,7 @@ class CustomFunction:
 
     @classmethod
     def load(cls, name: str, path: str, kwargs: Mapping[str, Any]) -> "CustomFunction":
-        """What ``algorithm.<name>=path`` names. Raises ConfigError where it does not load, or does not take ``inputs``
+        """What ``algorithm.<name>=path`` names. Raises ConfigError if it does not load, or does not accept ``inputs``
         and the kwargs."""
         setting = f"algorithm.{name}={path}"
         function = cls(setting, load_function(path, setting, ConfigError), kwargs)
@@ -77,12 +77,12 @@ class CustomFunction:
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"{function} cannot be called with {', '.join(['inputs', *kwargs])} ({error}); write it as "
-                f"{name}(inputs, **kwargs), and set what else it needs in algorithm.{name}_kwargs"
+                f"{name}(inputs, **kwargs), and set its other arguments in algorithm.{name}_kwargs"
             ) from error
         return function
 
     def __call__(self, inputs: AdvantageInputs | LossInputs) -> Any:
-        """What it returns. Raises AlgorithmError where it raises."""
+        """Its result. Raises AlgorithmError if it raises."""
         try:
             return self.call(inputs, **self.kwargs)
         except Exception as error:
@@ -101,13 +101,13 @@ class CustomFunction:
         return returned
 
     def checked_stats(self, stats: Any, per: Mapping[str, int]) -> Stats:
-        """Numbers or bools by name, one per token. Raises AlgorithmError."""
+        """Tensors of numbers or bools by name, one value per token. Raises AlgorithmError."""
         self.require(isinstance(stats, dict), f"returned {_shown(stats)} as its stats; return a dict of tensors")
         for name, stat in stats.items():
             wanted = f"return a tensor [{per['token']}], one per token"
             fits = isinstance(stat, Tensor) and _counts(stat, per)
             self.require(fits, f"returned {_shown(stat)} as stat {name!r}; {wanted}")
-            averaged = not str(name).endswith("_max")  # of those, the engine keeps the largest part
+            averaged = not str(name).endswith("_max")  # of those, the engine keeps the maximum
             self.require(averaged, f"returned a stat {name!r}, but stats are averaged over tokens; rename it")
         return {f"loss/{name}": stat for name, stat in stats.items()}
 
@@ -124,7 +124,7 @@ def _counts(tensor: Tensor, per: Mapping[str, int]) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """'float32 [2, 3]', or 'a list' for what is no tensor."""
+    """'float32 [2, 3]', or 'a list' for what is not a tensor."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return f"a {type(value).__name__}"

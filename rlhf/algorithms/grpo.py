@@ -1,4 +1,4 @@
-"""Group Relative Policy Optimization (Shao et al. 2024, arXiv 2402.03300), and its kin DAPO, Dr. GRPO, CISPO, GSPO."""
+"""Group Relative Policy Optimization (Shao et al. 2024, arXiv 2402.03300); variants DAPO, Dr. GRPO, CISPO, GSPO."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from rlhf.config import AlgorithmConfig
 
 
 class GroupBaseline:
-    """Advantages by an estimator that compares the completions of a group."""
+    """Advantages from an estimator that compares the completions of a group."""
 
     def __init__(self, config: AlgorithmConfig, estimator: Estimator) -> None:
         self._config, self._estimator = config, estimator
@@ -32,9 +32,9 @@ class GroupBaseline:
         if self.needs_old_logprobs:
             kl = sequence_kl(batch, self._config.kl_estimator)
             rewards = rewards - self._config.beta * kl
-            metrics["kl"] = kl[given].mean().item()  # summed over a completion; in the loss, a token's mean
+            metrics["kl"] = kl[given].mean().item()  # summed over a completion; in the loss, the mean per token
         advantages = self._estimator(AdvantageInputs.of(batch, rewards, self._config.group_size))
-        per_completion = len(advantages) == batch.num_sequences  # with one token each, that is the same
+        per_completion = len(advantages) == batch.num_sequences  # if each has one token, both are the same
         given = given if per_completion else given.repeat_interleave(batch.completion_lengths)
         advantages = advantages.masked_fill(~given, 0.0)
         metrics["advantages/abs_mean"] = advantages[given].abs().mean().item()
@@ -65,8 +65,8 @@ def grpo(config: AlgorithmConfig) -> GroupBaseline:
 
 
 def rloo(config: AlgorithmConfig) -> GroupBaseline:
-    """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740): the others of the group are the
-    baseline, and the KL to the reference is part of the reward."""
+    """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740): the rest of the group is the baseline, and the
+    KL to the reference is part of the reward."""
     return GroupBaseline(config, lambda x: leave_one_out(x.rewards, x.group_size))
 
 
@@ -76,9 +76,9 @@ def reinforce_pp(config: AlgorithmConfig) -> GroupBaseline:
 
 
 def zero_variance_groups(rewards: Tensor, group_size: int) -> Tensor:
-    """bool [num_groups]: where all rewards are equal, or fewer than two given, so that nothing is learnt.
+    """bool [num_groups]: groups with nothing to learn, because all rewards are equal or fewer than two are given.
 
-    rewards float [S], by group, NaN where missing.
+    rewards float [S], group-contiguous, NaN where missing.
     """
     groups = rewards.reshape(-1, group_size)
     given = ~groups.isnan()

@@ -15,17 +15,17 @@ MAX_RELATIVE_KL_ERROR = 0.2  # Ziegler et al. 2019, section 2.2
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """``log(pi / ref)``: unbiased, high variance, may be negative. Float tensors of one shape, which it returns."""
+    """``log(pi / ref)``: unbiased, high variance, may be negative. Takes and returns float tensors of one shape."""
     return logprobs - ref_logprobs
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """``log(pi / ref)^2 / 2``: biased, low variance, never negative. Float tensors of one shape, which it returns."""
+    """``log(pi / ref)^2 / 2``: biased, low variance, never negative. Takes and returns float tensors of one shape."""
     return 0.5 * (logprobs - ref_logprobs).square()
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """``ref / pi - 1 - log(ref / pi)``: unbiased and never negative. Float tensors of one shape, which it returns."""
+    """``ref / pi - 1 - log(ref / pi)``: unbiased and never negative. Takes and returns float tensors of one shape."""
     log_inverse_ratio = ref_logprobs - logprobs
     return torch.expm1(log_inverse_ratio) - log_inverse_ratio
 
@@ -36,7 +36,7 @@ _ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 def per_token_kl(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: KLEstimator) -> Tensor:
     """The estimator of that name: what PPO subtracts, times beta, from each token's reward.
 
-    Float tensors of one shape, which it returns. Raises ValueError for an unknown estimator.
+    Takes and returns float tensors of one shape. Raises ValueError for an unknown estimator.
     """
     if estimator not in _ESTIMATORS:
         raise ValueError(f"estimator={estimator!r} is unknown; use {', '.join(_ESTIMATORS)}")
@@ -44,20 +44,20 @@ def per_token_kl(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: KLEstimat
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, importance_ratio: Tensor | None = None) -> Tensor:
-    """The KL term of a loss: ``k3``, times ``pi / pi_old`` if that is given.
+    """The KL term of a loss: ``k3``, times ``pi / pi_old`` if given.
 
-    Tokens are drawn from pi_old, so only the product is an unbiased estimate of KL(pi || ref); and, since the ratio
-    carries gradient, of its gradient as well. Bare k3 pulls along the gradient of KL(ref || pi) even on-policy.
+    Tokens are drawn from pi_old, so only the product is an unbiased estimate of KL(pi || ref) and, since the ratio
+    carries gradient, of its gradient. Bare k3 follows the gradient of KL(ref || pi) even on-policy.
     DeepSeek-V3.2 2025, section 3.1, equation 7; without the ratio: GRPO, arXiv 2402.03300, equation 4.
 
-    Float tensors of one shape, which it returns.
+    Takes and returns float tensors of one shape.
     """
     kl = k3(logprobs, ref_logprobs)
     return kl if importance_ratio is None else kl * importance_ratio
 
 
 class KLController(Protocol):
-    """Sets ``beta``, the weight of the KL, from the KL that was measured. Checkpointed with the run."""
+    """Sets ``beta``, the weight of the KL, from the measured KL. Checkpointed with the run."""
 
     @property
     def beta(self) -> float: ...
@@ -72,7 +72,7 @@ class KLController(Protocol):
 
 
 class FixedKLController:
-    """``beta`` never changes; it belongs to the configuration, so a checkpoint holds nothing of it."""
+    """``beta`` never changes; it belongs to the configuration, so checkpoints do not store it."""
 
     def __init__(self, beta: float) -> None:
         self.beta = beta

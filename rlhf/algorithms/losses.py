@@ -1,11 +1,11 @@
 """Policy and value losses over packed tokens.
 
-Layout: the completion tokens of S sequences one after the other, ``[N]``, cut by ``lengths`` int64 ``[S]``, all on one
+Layout: the completion tokens of S sequences concatenated, ``[N]``, delimited by ``lengths`` int64 ``[S]``, all on one
 device. A sequence is never split. Log-probabilities and entropies are in nats.
 
 Every loss is ``(per_token_loss * weights).sum()``. ``weights`` come from ``token_weights`` over the WHOLE optimiser
 step (all ranks, all micro-batches) before its first forward. Losses, gradients and stats of micro-batches and ranks
-then simply add up, and no result depends on how the step was cut.
+then simply add up, and no result depends on how the step was divided.
 """
 
 import math
@@ -25,23 +25,23 @@ Stats = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a per-token loss gets: a micro-batch of S whole sequences, of N completion tokens in all.
+    """A per-token loss's inputs: a micro-batch of S whole sequences, with N completion tokens in total.
 
-    To be read, not changed. ``ratio`` is that of ``algorithm.importance_sampling_level``.
+    Read-only. ``ratio`` is at the level of ``algorithm.importance_sampling_level``.
     """
 
-    logprobs: Tensor  # float [N], of the policy that learns; with gradient
-    old_logprobs: Tensor  # float [N], of the policy before the update
+    logprobs: Tensor  # float [N], from the policy being trained; with gradient
+    old_logprobs: Tensor  # float [N], from the policy before the update
     ratio: Tensor  # float [N], ``importance_ratio``; with gradient
     advantages: Tensor  # float [N]
     lengths: Tensor  # int64 [S]: tokens of each sequence
     mask: Tensor  # bool [N]: tokens that count; the loss of the others is not used, but must be finite
-    ref_logprobs: Tensor | None = None  # float [N], of the reference; None with algorithm.beta=0
-    rollout_logprobs: Tensor | None = None  # float [N], of the sampler, NaN where it was not asked; or None
+    ref_logprobs: Tensor | None = None  # float [N], from the reference; None with algorithm.beta=0
+    rollout_logprobs: Tensor | None = None  # float [N], from the sampler, NaN where not requested; or None
 
 
 TokenLoss = Callable[[LossInputs], tuple[Tensor, Stats]]
-"""Returns each token's loss, float [N] with gradient, and stats of it by name, [N] each, to be averaged over tokens."""
+"""Returns each token's loss, float [N] with gradient, and stats by name, [N] each, to be averaged over tokens."""
 
 
 def token_weights(
@@ -52,14 +52,14 @@ def token_weights(
     mask: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """What each token counts for in the loss of one optimiser step of S sequences and M unmasked tokens.
+    """Each token's weight in the loss of one optimiser step with S sequences and M unmasked tokens.
 
         dapo, bnpo, cispo   1 / M                               arXiv 2503.14476, equation 8
         grpo, rloo          1 / (S * tokens of the sequence)    arXiv 2402.03300, equation 3
         dr_grpo             1 / (S * max_completion_length)     arXiv 2503.20783
 
-    TRL's bnpo divides by the tokens of a local batch; here that is the whole step, which makes it dapo. A sequence that
-    is masked entirely still counts in S, as in TRL.
+    TRL's bnpo divides by the tokens of a local batch; here that is the whole step, which makes it dapo. A fully masked
+    sequence still counts in S, as in TRL.
 
     lengths int64 [S]; mask bool [N], True where a token counts, or None for all. Returns ``dtype`` [N], zero where
     masked. Raises ValueError for an unknown loss type and for dr_grpo without max_completion_length.
@@ -79,7 +79,7 @@ def token_weights(
 
 
 def truncation_mask(lengths: Tensor, truncated: Tensor) -> Tensor:
-    """Leaves out completions cut at the length limit: DAPO's overlong filtering, arXiv 2503.14476, section 3.4.
+    """Excludes completions cut at the length limit: DAPO's overlong filtering, arXiv 2503.14476, section 3.4.
 
     lengths int64 [S], truncated bool [S]. Returns bool [N], True where the token counts, for ``token_weights``.
     """
@@ -89,7 +89,7 @@ def truncation_mask(lengths: Tensor, truncated: Tensor) -> Tensor:
 def top_entropy_mask(entropy: Tensor, quantile: float, mask: Tensor) -> Tensor:
     """The share ``quantile`` of unmasked tokens with the highest entropy. Wang et al. 2025, arXiv 2506.01939.
 
-    Named as TRL's top_entropy_quantile: 0.2 keeps the top fifth, and ties at the threshold.
+    Named after TRL's top_entropy_quantile: 0.2 keeps the top fifth, and ties at the threshold.
 
     entropy float [N], quantile in (0, 1], mask bool [N], True where a token counts. Returns bool [N].
     """
@@ -113,8 +113,8 @@ def importance_ratio(
 
     with ``l = logprobs - old_logprobs`` and t over the unmasked tokens of the sequence.
 
-    logprobs, old_logprobs float [N]; lengths int64 [S]; mask bool [N]. Returns float [N], the ratio of a sequence at
-    each of its tokens, 1 where masked at level token.
+    logprobs, old_logprobs float [N]; lengths int64 [S]; mask bool [N]. Returns float [N]: a sequence's ratio repeated
+    at each of its tokens; at level token, 1 where masked.
     """
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     if level == "token":
@@ -136,11 +136,11 @@ def rollout_importance_ratio(
     cap: float,
     floor: float | None = None,
 ) -> Tensor:
-    """``pi_old / pi_rollout``: what the sampler's own numerics and staleness did to the sampling distribution.
+    """``pi_old / pi_rollout``: corrects for the sampler's own numerics and staleness.
 
-    Ratios outside [floor, cap] are moved to the bound (``truncate``: Yao et al. 2025, Your Efficient RL Framework
-    Secretly Brings You Off-Policy RL Training) or give weight 0 (``mask``: Liu et al. 2025, When Speed Kills
-    Stability). The ratio of a ``sequence`` is the product over its tokens.
+    Ratios outside [floor, cap] are clamped to the bound (``truncate``: Yao et al. 2025, Your Efficient RL Framework
+    Secretly Brings You Off-Policy RL Training) or set to 0 (``mask``: Liu et al. 2025, When Speed Kills Stability). The
+    ratio of a ``sequence`` is the product over its tokens.
 
     old_logprobs (the learner's, before the update), rollout_logprobs (the sampler's) float [N]; lengths int64 [S];
     mask bool [N]; floor None: 0. Returns float [N], no gradient. Raises ValueError for an unknown level or mode.
@@ -169,8 +169,8 @@ def clipped_surrogate_loss(
 
     ``bounds`` are (1 - epsilon_low, 1 + epsilon_high); unequal epsilons are clip-higher (DAPO, arXiv 2503.14476,
     equation 10). ``delta`` bounds the ratio that PPO leaves unbounded where A < 0 (two-sided clip, INTELLECT-2, arXiv
-    2505.07291); the clipped branch takes the ratio from before. ``dual_clip`` c bounds the same side through the
-    objective, by c A where A < 0 (Ye et al. 2020, arXiv 1912.09729); the two agree if c = delta > bounds[1].
+    2505.07291); the clipped branch uses the original ratio. ``dual_clip`` c bounds the same side through the objective,
+    by c A where A < 0 (Ye et al. 2020, arXiv 1912.09729); the two agree if c = delta > bounds[1].
 
     ratio, advantages float [N]. Returns the per-token loss, float [N].
     """
@@ -185,7 +185,8 @@ def clipped_surrogate_loss(
 def cispo_loss(ratio: Tensor, logprobs: Tensor, advantages: Tensor, *, epsilon_high: float) -> Tensor:
     """``-sg(min(r, epsilon_high)) A log pi``: clips the weight, keeps every gradient. arXiv 2506.13585, equation 4.
 
-    As in TRL, ``epsilon_high`` bounds the ratio itself (5.0, say), where the paper has 1 + epsilon; no lower bound.
+    As in TRL, ``epsilon_high`` bounds the ratio itself (5.0, say), where the paper has 1 + epsilon; there is no lower
+    bound.
 
     ratio, logprobs, advantages float [N]. Returns the per-token loss, float [N].
     """
@@ -194,11 +195,11 @@ def cispo_loss(ratio: Tensor, logprobs: Tensor, advantages: Tensor, *, epsilon_h
 
 @dataclass(frozen=True)
 class PolicyLossSettings:
-    """What a policy loss is made of; the names are those of the ``algorithm`` configuration.
+    """The settings of a policy loss, named as in the ``algorithm`` configuration.
 
-    ``loss_type`` rloo always takes the ratio of whole sequences (sequence_sum). cispo has only an upper bound,
-    ``epsilon_high``; epsilon_low, delta and dual_clip mean nothing to it. ``beta`` weighs the KL IN THE LOSS; 0 where
-    the KL is part of the reward (PPO, and RLOO in TRL).
+    ``loss_type`` rloo always uses the ratio of whole sequences (sequence_sum). cispo has only an upper bound,
+    ``epsilon_high``; it ignores epsilon_low, delta and dual_clip. ``beta`` weighs the KL IN THE LOSS; 0 if the KL is
+    part of the reward (PPO, and RLOO in TRL).
 
     Raises ValueError for an unknown choice and for rloo at level sequence.
     """
@@ -224,7 +225,7 @@ class PolicyLossSettings:
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
-        """Beyond these, the clip takes the gradient away (cispo: bounds the weight)."""
+        """Beyond these, clipping removes the gradient (cispo: caps the weight)."""
         if self.loss_type == "cispo":
             return 0.0, self.epsilon_high
         return 1 - self.epsilon_low, 1 + self.epsilon_high
@@ -260,18 +261,18 @@ def packed_policy_loss(
 
         loss = sum_t weights_t * (surrogate_t * entropy_mask_t * rollout_ratio_t + beta * kl_t)
 
-    The surrogate is ``token_loss``, None: that of the settings; the KL is ``kl_penalty``. As in TRL, the KL keeps the
-    tokens that entropy_mask drops.
+    The surrogate is ``token_loss``, or that of the settings if None; the KL is ``kl_penalty``. As in TRL, the KL keeps
+    the tokens that entropy_mask drops.
 
     logprobs (the only one with gradient), old_logprobs, advantages, weights, ref_logprobs, rollout_logprobs,
     rollout_ratio float [N]; lengths int64 [S]; entropy_mask bool [N]. ``weights``: these tokens' part of
-    ``token_weights``; a token of weight zero has no part in anything. ``num_tokens``: tokens of nonzero weight in the
-    whole optimiser step.
+    ``token_weights``; a token of weight zero contributes nothing. ``num_tokens``: tokens of nonzero weight in the whole
+    optimiser step.
 
     Returns (loss, stats), 0-dim tensors. Stats are already divided by num_tokens: added over micro-batches and ranks
-    they are means over the tokens of the step. Beside those of token_loss, ``ratio``: pi / pi_old; ``approx_kl``: k2 to
-    the old policy; with beta ``kl``: to the reference, as penalised. Of the settings' own surrogate,
-    ``clip_ratio/{low,high,region}_mean``: share of tokens that the clip binds below, above, at all.
+    they are means over the tokens of the step. They are those of token_loss; ``ratio``: pi / pi_old; ``approx_kl``: k2
+    to the old policy; with beta, ``kl``: to the reference, as penalised. The settings' own surrogate gives
+    ``clip_ratio/{low,high,region}_mean``: share of tokens clipped below, above, either way.
 
     Raises ValueError for beta without ref_logprobs.
     """
@@ -285,7 +286,7 @@ def packed_policy_loss(
     if settings.beta != 0:
         if ref_logprobs is None:
             raise ValueError(
-                f"beta={settings.beta} needs ref_logprobs, the reference's log-probabilities; or set beta=0"
+                f"beta={settings.beta} needs ref_logprobs, the reference's log-probabilities; pass them, or set beta=0"
             )
         kl = kl_penalty(logprobs, ref_logprobs, ratio if settings.kl_bias_correction else None)
         loss = loss + settings.beta * kl
@@ -374,7 +375,7 @@ def value_loss(
 
 
 def _clip_stats(ratio: Tensor, advantages: Tensor, bounds: tuple[float, float]) -> dict[str, Tensor]:
-    """bool [N] each: where the ratio lies beyond a bound on the side that the advantage pushes it to."""
+    """bool [N] each: where the ratio is beyond the bound that the advantage pushes it towards."""
     low = (ratio < bounds[0]) & (advantages < 0)
     high = (ratio > bounds[1]) & (advantages > 0)
     return {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
@@ -386,9 +387,9 @@ def _check_choice(name: str, value: str, choices: Any) -> None:
 
 
 def sum_sequences(x: Tensor, lengths: Tensor) -> Tensor:
-    """float [N] -> [S]. segment_reduce and not index_add: on CUDA, too, the order of summation is always the same.
+    """float [N] -> [S]. segment_reduce, not index_add: its order of summation is fixed, even on CUDA.
 
-    There the lengths are not checked: the host would have to wait for the GPU.
+    On CUDA the lengths are not checked: the host would have to wait for the GPU.
     """
     return torch.segment_reduce(x, "sum", lengths=lengths, unsafe=x.is_cuda)
 

@@ -1,6 +1,6 @@
 """Proximal Policy Optimization for language models (Schulman et al. 2017, arXiv 1707.06347; Ziegler et al. 2019).
 
-The reward of a token is ``-beta * KL`` to the reference there, plus the completion's score at its last token;
+The reward of a token is ``-beta * KL`` to the reference, plus the completion's score at its last token;
 advantages and returns come from generalised advantage estimation over the critic's values.
 """
 
@@ -17,7 +17,7 @@ from rlhf.config import AlgorithmConfig
 
 
 class Ppo:
-    """Advantages of PPO. Its state is the KL controller's."""
+    """PPO's advantages. Its state is the KL controller's."""
 
     needs_old_logprobs = True
 
@@ -43,7 +43,7 @@ class Ppo:
             advantages = whiten(advantages, counted) if counted.sum() >= 2 else torch.zeros_like(advantages)
         kl_per_sequence, surprisal = (sum_sequences(x, lengths)[given] for x in (kl, -batch.old_logprobs))
         scores = scores[given]
-        metrics = {  # TRL's names; its entropy, too, is the mean of a completion's -log p
+        metrics = {  # TRL's names; as there, entropy is the mean of a completion's -log p
             "objective/kl": kl_per_sequence.mean().item(),
             "objective/entropy": surprisal.mean().item(),
             "objective/scores": scores.mean().item(),
@@ -66,7 +66,7 @@ class Ppo:
         return per_token_kl(batch.old_logprobs, batch.ref_logprobs, estimator=self._config.kl_estimator)
 
     def _scores(self, batch: TrainBatch) -> Tensor:
-        """float32 [S]: the rewards, clipped, less the penalty of a completion that never ended; NaN where missing."""
+        """float32 [S]: the rewards, clipped, minus the penalty for a truncated completion; NaN where missing."""
         assert batch.rewards is not None
         penalty = self._config.missing_eos_penalty
         scores = clip_rewards(batch.rewards, self._config.reward_clip)

@@ -1,4 +1,4 @@
-"""The loss that a scalar reward model learns from: the likelihood of preferences between two answers."""
+"""The loss of a scalar reward model: the likelihood of preferences between two answers."""
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +15,12 @@ def preference_loss(
         -log sigmoid(r_chosen - r_rejected - margin) + center_coef * (r_chosen + r_rejected)^2
 
     Bradley & Terry 1952, Rank Analysis of Incomplete Block Designs; Ouyang et al. 2022, arXiv 2203.02155, equation 1;
-    the margin: Touvron et al. 2023, Llama 2, arXiv 2307.09288, equation 2. The likelihood knows only differences; the
-    second term keeps the scores around zero (Eisenstein et al. 2023, arXiv 2312.09244, section 2; TRL's
+    the margin: Touvron et al. 2023, Llama 2, arXiv 2307.09288, equation 2. The likelihood depends only on differences;
+    the second term keeps the scores around zero (Eisenstein et al. 2023, arXiv 2312.09244, section 2; TRL's
     center_rewards_coefficient).
 
-    scores (with gradient), margins, weights float [2 P]: chosen, rejected, chosen, ...; margins and weights are alike
-    for both of a pair, and the weights of one of each pair sum to 1 over the whole optimiser step.
+    scores (with gradient), margins, weights float [2 P]: chosen, rejected, chosen, ...; margins and weights are the
+    same for both of a pair, and weights, counted once per pair, sum to 1 over the whole optimiser step.
 
     Returns (loss, stats), 0-dim tensors that add up over micro-batches and ranks to means over the pairs: ``accuracy``
     (share of pairs with r_chosen > r_rejected), ``margin`` (r_chosen - r_rejected), ``mean_reward``. TRL's names.

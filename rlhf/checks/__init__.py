@@ -1,1 +1,1 @@
-"""What a run watches itself for, by the section ``checks`` of its configuration."""
+"""The checks that a run makes on itself, set in the section ``checks`` of its configuration."""

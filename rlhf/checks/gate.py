@@ -1,8 +1,8 @@
-"""The gate between sampling and training: do the rollout workers sample from the weights that the learner has?
+"""The gate between sampling and training: do the rollout workers sample from the learner's weights?
 
-Checksums prove that the bytes of a weight version arrived; that the engine computes with them, and computes the same,
-is seen only in what it says. So some completions of every step carry the sampler's log-probabilities, and the learner's
-own are compared with them. (Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training.)
+Checksums prove that the bytes of a weight version arrived; only the engine's output shows that it computes with them,
+and computes the same. So in some steps, some completions carry the sampler's log-probabilities, to be compared with the
+learner's. (Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training.)
 """
 
 from collections.abc import Mapping
@@ -21,14 +21,14 @@ BOUNDS = {torch.float32: (1e-3, 1e-2), torch.bfloat16: (0.1, 0.5)}  # nats: warn
 
 @dataclass(frozen=True)
 class SamplingGate:
-    """Bounds on the mean absolute difference, in nats; infinite where none is judged."""
+    """Bounds on the mean absolute difference, in nats; infinite if it is not judged."""
 
     warn: float
     stop: float
 
     @classmethod
     def of(cls, checks: SamplingChecksConfig, rollout: RolloutConfig, dtype: torch.dtype) -> "SamplingGate":
-        """Samplers that cut the distribution (top_p, top_k) say something else by design: there, nothing is judged."""
+        """Samplers that truncate the distribution (top_p, top_k) differ by design, so they are not judged."""
         if rollout.top_p < 1 or rollout.top_k > 0:
             return cls(float("inf"), float("inf"))
         warn, stop = BOUNDS[dtype]
@@ -37,7 +37,7 @@ class SamplingGate:
         return cls(warn, stop)
 
     def judge(self, metrics: Mapping[str, float], version: int) -> str | None:
-        """A warning, if one is due. Raises SamplingError where the difference is beyond the bound, or no number."""
+        """A warning, if one is due. Raises SamplingError if the difference is beyond the bound, or NaN."""
         difference = metrics.get(DIFFERENCE)
         if difference is None or difference <= min(self.warn, self.stop):
             return None
@@ -48,17 +48,17 @@ class SamplingGate:
         if difference <= self.stop:
             return f"{found} (checks.warn_logprob_difference={self.warn:g})"
         raise SamplingError(
-            f"{found}, more than checks.max_logprob_difference={self.stop:g}: what would be trained is not what was "
-            "sampled, and nothing of it is published or saved; look for settings that change the sampler alone "
-            "(rollout.engine_args), a model that only one side computes right, or raise the bound"
+            f"{found}, more than checks.max_logprob_difference={self.stop:g}: the policy in training is not the one "
+            "that was sampled, and nothing of this step is published or saved; look for settings that affect only the "
+            "sampler (rollout.engine_args) or a model that one side computes wrongly, or raise the bound"
         )
 
 
 def compared_tokens(batch: TrainBatch, version: int) -> torch.Tensor | None:
     """bool [N]: tokens with the sampler's log-probability, of completions sampled wholly from ``version``; None: none.
 
-    Of older tokens the difference would be what the learner has learnt since; and a token behind older ones attends to
-    keys and values of the older weights, which vLLM keeps.
+    For older tokens, the difference would be what the learner has learnt since; and a token that follows older ones
+    attends to keys and values of the older weights, which vLLM keeps.
     """
     if batch.rollout_logprobs is None:
         return None

@@ -1,4 +1,4 @@
-"""What a training loop does about numbers that are NaN or infinite: ``checks.on_nonfinite``."""
+"""What a training loop does about NaN and infinite numbers: ``checks.on_nonfinite``."""
 
 import math
 from collections.abc import Callable, MutableMapping, Sequence
@@ -13,24 +13,24 @@ from rlhf.errors import NonFiniteError
 from rlhf.roles import Metrics
 
 HELP = (
-    "a lower optimizer.learning_rate, or more optimizer.warmup_steps, often helps; if it is one odd batch, "
-    "checks.on_nonfinite=skip leaves it out"
+    "a lower optimizer.learning_rate or more optimizer.warmup_steps often helps; checks.on_nonfinite=skip skips "
+    "a single bad batch"
 )
 
 
 @dataclass
 class SkippedSteps:
-    """Counts the training steps of which anything was left out, and ends the run where that must not go on."""
+    """Counts the training steps with anything skipped, and ends the run if that must not continue."""
 
     checks: ChecksConfig
     total: int = 0
     in_a_row: int = 0
 
     def record(self, step: int, found: Sequence[str], note: Callable[[str], None]) -> Metrics:
-        """``found``: what was not finite in training step ``step``, so that all or a part of it was not learnt from.
+        """``found``: what was not finite in training step ``step``, so that all or part of it was skipped.
 
-        Returns the metric ``checks/skipped_steps``, the total of the run, and tells the user by ``note``. Raises
-        NonFiniteError as ``checks`` says.
+        Returns the metric ``checks/skipped_steps``, the total of the run, and informs the user through ``note``. Raises
+        NonFiniteError as configured in ``checks``.
         """
         if not found:
             self.in_a_row = 0
@@ -41,10 +41,10 @@ class SkippedSteps:
             raise NonFiniteError(f"{what}. Nothing of this step was published or saved; {HELP}")
         if self.in_a_row > self.checks.max_skipped_steps:
             raise NonFiniteError(
-                f"{what}. {self.in_a_row} steps in a row had to be left out, "
+                f"{what}. {self.in_a_row} steps in a row were skipped, more than "
                 f"checks.max_skipped_steps={self.checks.max_skipped_steps}; {HELP}"
             )
-        note(f"{what}; left out ({self.in_a_row} in a row, {self.total} in all)")
+        note(f"{what}; skipped ({self.in_a_row} in a row, {self.total} in total)")
         return {"checks/skipped_steps": self.total}
 
     def state_dict(self) -> dict[str, int]:
@@ -55,7 +55,7 @@ class SkippedSteps:
 
 
 def nonfinite_tensors(batch: TrainBatch, *names: str) -> list[str]:
-    """Which of these tensors have NaN or infinite elements, and how many; those that the batch lacks are left out."""
+    """Which of these tensors have NaN or infinite elements, and how many; those that the batch lacks are ignored."""
     found = []
     for name in names:
         tensor: Tensor | None = getattr(batch, name)
@@ -65,9 +65,9 @@ def nonfinite_tensors(batch: TrainBatch, *names: str) -> list[str]:
 
 
 def skip_report(results: Sequence[Metrics]) -> Metrics:
-    """``skipped/*``: how many of a training step's optimiser steps were not taken, which was the first, and why.
+    """``skipped/*``: how many of a training step's optimiser steps were skipped, which was the first, and why.
 
-    ``results``: of ``Engine.step``, in order. Empty where all were taken.
+    ``results``: from ``Engine.step``, in order. Empty if none was skipped.
     """
     skipped = [number for number, result in enumerate(results, start=1) if result["skipped"]]
     if not skipped:
@@ -82,10 +82,10 @@ def skip_report(results: Sequence[Metrics]) -> Metrics:
 
 
 def take_skip_report(metrics: MutableMapping[str, float], who: str, prefix: str = "") -> list[str]:
-    """Takes a ``skip_report`` of ``who`` out of the metrics and puts it in words; empty where there is none."""
+    """Removes the ``skip_report`` of ``who`` from the metrics and puts it in words; empty if there is none."""
     if f"{prefix}skipped/count" not in metrics:
         return []
     count, first, loss, norm = (metrics.pop(f"{prefix}skipped/{n}") for n in ("count", "first", "loss", "grad_norm"))
     number = f"gradient norm is {norm:g}" if math.isfinite(loss) else f"loss is {loss:g}"
-    others = f", and {count - 1:.0f} more were not taken" if count > 1 else ""
+    others = f", and {count - 1:.0f} more were skipped" if count > 1 else ""
     return [f"the {who}'s {number} in optimiser step {first:.0f}{others}"]

@@ -1,4 +1,4 @@
-"""Chats and plain prompts: which are usable, and how a tokenizer turns them into text and tokens, alike everywhere."""
+"""Chats and plain prompts: which are usable, and the one way a tokenizer turns them into text and tokens."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 Chat = list[dict[str, str]]
 
 DATE_FUNCTION = "strftime_now"  # what a template calls for today's date
-# What data.chat_template_kwargs must not name: the arguments of apply_chat_template and of the renderer behind it that
-# are ours or that change more than the template's text.
+# Forbidden in data.chat_template_kwargs: the arguments of apply_chat_template and of the renderer behind it that we set
+# or that change more than the template's text.
 RESERVED = {
     "add_generation_prompt",
     "chat_template",
@@ -35,7 +35,7 @@ RESERVED = {
 
 
 def prompt_problem(prompt: Any, *, is_chat: bool) -> str | None:
-    """What is wrong with a prompt, None for nothing."""
+    """What is wrong with a prompt, or None."""
     if prompt is not None and not isinstance(prompt, (str, list)):
         return f"the prompt is a {type(prompt).__name__}; it must be a string or a list of {{role, content}} messages"
     if prompt is None or not (prompt.strip() if isinstance(prompt, str) else prompt):
@@ -48,32 +48,31 @@ def prompt_problem(prompt: Any, *, is_chat: bool) -> str | None:
 def _chat_problem(chat: list[Any]) -> str | None:
     for message in chat:
         if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
-            return f"the message {str(message)[:80]!r} must have a role and a content that are strings"
+            return f"the message {str(message)[:80]!r} must have a role and a content, both strings"
     if not any(message["content"].strip() for message in chat):
         return "the prompt is empty; remove the row"
     if chat[-1]["role"] == "assistant":
-        return "the chat ends with the assistant, who is to answer; remove that message"
+        return "the chat ends with an assistant message, which leaves nothing to answer; remove it"
     return None
 
 
 def plain_messages(chat: Chat) -> Chat:
-    """Without keys that are None: Arrow fills in every key that any message of the data has."""
+    """Without values that are None: Arrow gives every message all keys that any message of the data has."""
     return [{key: value for key, value in message.items() if value is not None} for message in chat]
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Raises ConfigError where one of ``data.chat_template_kwargs`` would collide, or the template never reads it."""
+    """Raises ConfigError if one of ``data.chat_template_kwargs`` would collide, or the template never reads it."""
     for name in kwargs:
         if name == DATE_FUNCTION:
             raise ConfigError(f"data.chat_template_kwargs.{name} is what data.date sets; use that")
         if name in RESERVED:
             raise ConfigError(
-                f"data.chat_template_kwargs.{name} collides with an argument that is passed to the template already; "
-                "remove it"
+                f"data.chat_template_kwargs.{name} collides with an argument that the template already gets; remove it"
             )
         if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
             raise ConfigError(
-                f"data.chat_template_kwargs.{name}: the chat template of model.path never reads {name!r}; correct the "
+                f"data.chat_template_kwargs.{name}: the chat template of model.path never reads {name!r}; fix the "
                 "name, or remove it"
             )
 
@@ -86,13 +85,13 @@ def render_chat(
     add_generation_prompt: bool = False,
     kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """The chat through the tokenizer's own template. A template may raise anything.
+    """The chat rendered by the tokenizer's own template. A template may raise anything.
 
-    ``date`` (YYYY-MM-DD, None: today) is what a template that asks for today's date is told. ``kwargs`` are as
-    ``check_template_kwargs`` allows them.
+    ``date`` (YYYY-MM-DD, None: today) is what a template gets as today's date. ``kwargs`` must pass
+    ``check_template_kwargs``.
     """
     passed = dict(kwargs or {})
-    if DATE_FUNCTION in str(tokenizer.chat_template):  # a render argument hides jinja's global of the same name
+    if DATE_FUNCTION in str(tokenizer.chat_template):  # a render argument shadows jinja's global of the same name
         passed[DATE_FUNCTION] = (datetime.fromisoformat(date) if date else datetime.now()).strftime
     text = tokenizer.apply_chat_template(
         [dict(message) for message in chat], tokenize=False, add_generation_prompt=add_generation_prompt, **passed
@@ -102,7 +101,7 @@ def render_chat(
 
 
 def drop_second_bos(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> Sequence[int]:
-    """The ids of a plain text without the BOS that the tokenizer put before a text that begins with one itself."""
+    """The ids of a plain text, without the BOS that the tokenizer adds to a text that already begins with one."""
     bos = tokenizer.bos_token_id
     return ids[1:] if bos is not None and list(ids[:2]) == [bos, bos] else ids
 
@@ -110,7 +109,7 @@ def drop_second_bos(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") ->
 def answer_tokens(
     tokenizer: "PreTrainedTokenizerBase", prompt: str | list[dict[str, str]], answer: str, *, date: str | None = None
 ) -> list[int]:
-    """What a reward model reads of a prompt, plain or a chat, and an answer to it: the same in training as in use.
+    """The tokens a reward model reads for a prompt, plain or a chat, and its answer: the same in training and in use.
 
     A chat needs a tokenizer with a chat template; ``date``: see ``render_chat``.
     """

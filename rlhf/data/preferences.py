@@ -1,7 +1,7 @@
 """Preference pairs: read, checked, and tokenised exactly as the reward model will read its texts in use.
 
-A pair is a prompt with two answers, of which one was preferred, and optionally by how much. Every error is one line
-that names the key, the source and the line.
+A pair is a prompt with two answers, one of them preferred, and optionally a margin. Every error is one line that names
+the key, the source and the line.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ from rlhf.reward_config import PreferenceDataConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-RANDOM_ANSWER_TOKENS = 24  # of task:phrases
-MAX_WRONG_BY = 9  # of task:arithmetic
+RANDOM_ANSWER_TOKENS = 24  # per answer to task:phrases
+MAX_WRONG_BY = 9  # error of wrong answers to task:arithmetic
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class PreferenceSet:
 
     source: str
     pairs: list[Pair]
-    num_truncated: int  # texts of which only the last data.max_tokens tokens are left
+    num_truncated: int  # texts cut to their last data.max_tokens tokens
 
     def fingerprint(self) -> str:
         """Hex digest of all pairs' tokens and margins, in order."""
@@ -83,8 +83,8 @@ def load_preferences(
 ) -> PreferenceSet:
     """Reads and tokenises ``source``. ``split='eval'`` keeps the first ``data.eval_size`` pairs.
 
-    ``seed`` matters to built-in tasks only. Raises DataError where the source cannot be read or a line is no usable
-    pair, ConfigError where ``config`` does not fit it.
+    ``seed`` affects only built-in tasks. Raises DataError if the source cannot be read or a line is not a usable pair,
+    ConfigError if ``config`` does not fit it.
     """
     where = f"data.{split}={source}"
     max_rows = config.eval_size if split == "eval" else None
@@ -105,10 +105,10 @@ def load_preferences(
 
 
 def read_preferences(path: Path, where: str) -> Iterator[Preference]:
-    """The pairs of a JSONL file. Raises DataError naming the line that is none."""
+    """The pairs of a JSONL file. Raises DataError naming the first invalid line."""
     if not path.is_file() or path.suffix != ".jsonl":
         kinds = "a source is task:NAME or a .jsonl file with prompt, chosen, rejected and, optionally, margin"
-        raise DataError(f"{where}: {'is no .jsonl file' if path.exists() else 'no such file'}; {kinds}")
+        raise DataError(f"{where}: {'not a .jsonl file' if path.exists() else 'no such file'}; {kinds}")
     for number, row in read_json_lines(path, where):
         yield _checked(row, f"{where}: line {number}")
 
@@ -127,14 +127,14 @@ def _checked(row: dict[str, Any], where: str) -> Preference:
     margin = row.get("margin", 0.0)
     is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
     if not is_number or not math.isfinite(margin) or margin < 0:
-        raise DataError(f"{where}: margin={margin!r} must be a number of at least 0; leave it out where there is none")
+        raise DataError(f"{where}: margin={margin!r} must be a number of at least 0; omit it if there is none")
     return Preference(
         prompt if isinstance(prompt, str) else plain_messages(prompt), chosen, rejected, where, float(margin)
     )
 
 
 def _answer(value: Any, key: str, where: str) -> str:
-    """An answer is a string, or a chat's continuation by one assistant message."""
+    """The text of an answer: a string, or a chat's continuation by one assistant message."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
@@ -148,15 +148,15 @@ def _tokenise(preference: Preference, answer: str, tokenizer: "PreTrainedTokeniz
     prompt, where = preference.prompt, preference.where
     if not isinstance(prompt, str) and tokenizer.chat_template is None:
         raise DataError(
-            f"{where}: the prompt is a chat, and the tokenizer of model.path has no chat template; use an instruct "
+            f"{where}: the prompt is a chat, but the tokenizer of model.path has no chat template; use an instruct "
             "model, add a chat_template.jinja to its directory, or make the prompts plain strings"
         )
     try:
         ids = answer_tokens(tokenizer, prompt, answer, date=date)
-    except Exception as error:  # a chat template may raise anything, by its own raise_exception too
-        raise DataError(f"{where}: does not tokenise: {one_line(error)}") from error
+    except Exception as error:  # a chat template may raise anything, even on purpose: raise_exception
+        raise DataError(f"{where}: cannot be tokenised: {one_line(error)}") from error
     if not ids:
-        raise DataError(f"{where}: encodes to no token; use the tokenizer made for the model")
+        raise DataError(f"{where}: encodes to no tokens; use the tokenizer made for the model")
     return ids
 
 
@@ -174,7 +174,7 @@ def task_preferences(
     Raises ConfigError for a task that has none.
     """
     if name not in ANSWERS:
-        raise ConfigError(f"data.{split}=task:{name} has no preference pairs; those that do are {', '.join(ANSWERS)}")
+        raise ConfigError(f"data.{split}=task:{name} has no preference pairs; tasks that do are {', '.join(ANSWERS)}")
     rng = Random(f"preferences/{name}/{split}/{seed}")
     for number, row in enumerate(task_rows(name, args, split=split, seed=seed, max_rows=max_rows), start=1):
         chosen, rejected = ANSWERS[name](row, rng, tokenizer)
@@ -182,15 +182,15 @@ def task_preferences(
 
 
 def _right_and_wrong(row: Row, rng: Random, tokenizer: "PreTrainedTokenizerBase") -> tuple[str, str]:
-    """The right number and one that is off by a little."""
+    """The right number, and one that is slightly off."""
     wrong_by = rng.choice((-1, 1)) * rng.randint(1, MAX_WRONG_BY)
     return row["answer"], str(int(row["answer"]) + wrong_by)
 
 
 def _more_and_less_even(row: Row, rng: Random, tokenizer: "PreTrainedTokenizerBase") -> tuple[str, str]:
-    """Two texts of random tokens; better is the one made of more even token ids: the ``even_tokens`` reward, as taste.
+    """Two texts of random tokens; the one with more even token ids is better: ``even_tokens`` as a preference.
 
-    Each text has a share of even ids of its own, from 0 to 1: a policy that learns will leave the middle.
+    Each text draws its own share of even ids, from 0 to 1, because a policy that learns will leave the middle.
     """
     ordinary = set(range(len(tokenizer))) - set(tokenizer.all_special_ids)
     by_parity = [sorted(id for id in ordinary if id % 2 == parity) for parity in (0, 1)]
@@ -225,7 +225,7 @@ def pair_batch(pairs: Sequence[Pair]) -> TrainBatch:
 
 
 def epoch_batches(pairs: Sequence[Pair], batch_pairs: int, *, epoch: int, seed: int, shuffle: bool) -> list[list[Pair]]:
-    """Every pair once, in an order that follows from seed and epoch; the last batch may be smaller."""
+    """Every pair once, in an order set by seed and epoch; the last batch may be smaller."""
     order = list(range(len(pairs)))
     if shuffle:
         Random(f"{seed}/{epoch}").shuffle(order)

@@ -1,4 +1,4 @@
-"""A set's prompts in an order that follows from the seed, epoch after epoch, resumable at any position."""
+"""A set's prompts in an order set by the seed, epoch after epoch, resumable at any position."""
 
 from random import Random
 from typing import Any
@@ -9,10 +9,10 @@ from rlhf.errors import CheckpointError
 
 
 class PromptStream:
-    """The prompts, epoch after epoch without end, each epoch in an order of its own that follows from seed and epoch.
+    """An endless stream of prompts, each epoch in its own order, set by seed and epoch.
 
     A prompt's id is its position in the stream: epoch x len(prompts) + its place in the epoch. So ids are unique over a
-    run, and a resumed stream goes on with the ids that an uninterrupted one would have given.
+    run, and a resumed stream continues with the ids that an uninterrupted one would have given.
     """
 
     def __init__(self, prompts: PromptSet, *, shuffle: bool, seed: int) -> None:
@@ -48,7 +48,7 @@ class PromptStream:
         return order
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what it means only together with; JSON types."""
+        """The position, and what it refers to; JSON types."""
         return {"position": self.position, "source": self.prompts.source, **self._identity()}
 
     def _identity(self) -> dict[str, Any]:
@@ -60,12 +60,12 @@ class PromptStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where ``state`` was taken. Raises CheckpointError if that was with other data or order."""
+        """Resumes where ``state`` was taken. Raises CheckpointError if the data or its order have changed."""
         for key, ours in self._identity().items():
             if state.get(key) != ours:
                 raise CheckpointError(
                     f"the checkpoint's data position does not fit data.train={self.prompts.source}: {key} was "
-                    f"{state.get(key)} (of {state.get('source')}) and is {ours}; resume with the data, prompt settings "
-                    "and seed of that run, or start anew with checkpoint.resume=none"
+                    f"{state.get(key)} (of {state.get('source')}) and is now {ours}; resume with the data, prompt "
+                    "settings and seed of that run, or start over with checkpoint.resume=none"
                 )
         self.position = int(state["position"])

@@ -1,6 +1,6 @@
 """Prompts: the rows of a source, templated, tokenised and cut to length once.
 
-Every error is one line that names the key and the source. Rows count from 1, blank lines of a JSONL file left out.
+Every error is one line that names the key and the source. Rows count from 1, without blank lines of a JSONL file.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from rlhf.errors import ConfigError, DataError, one_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TOKENIZE_ROWS = 10_000  # at a time, to bound memory
+TOKENIZE_ROWS = 10_000  # rows per call, to bound memory
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PromptReport:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """A source's prompts, tokenised. All lists have one entry per prompt that was kept."""
+    """A source's prompts, tokenised. All lists have one entry per kept prompt."""
 
     source: str
     texts: list[str]
@@ -69,7 +69,7 @@ class PromptSet:
         return [self.prompt(row, id=row) for row in range(len(self))]
 
     def fingerprint(self) -> str:
-        """Hex digest of all prompts' tokens, in order: the same data gives the same one, wherever it is stored."""
+        """Hex digest of all prompts' tokens, in order: the same data gives the same digest, wherever it is stored."""
         digest = hashlib.sha256(np.array([len(ids) for ids in self.token_ids], dtype=np.int64).tobytes())
         for ids in self.token_ids:
             digest.update(ids.tobytes())
@@ -90,12 +90,12 @@ def load_prompts(
     """Reads ``source``, applies the chat template to chats, tokenises, and drops or truncates over-long prompts.
 
     Plain prompts get the tokenizer's special tokens; a chat gets those of its template only. ``split='eval'`` keeps the
-    first ``data.eval_size`` rows. ``seed`` matters to built-in tasks only. Raises DataError where the source cannot be
-    read or holds no usable prompt, ConfigError where ``config`` does not fit it.
+    first ``data.eval_size`` rows. ``seed`` affects only built-in tasks. Raises DataError if the source cannot be read
+    or has no usable prompt, ConfigError if ``config`` does not fit it.
     """
     where = f"data.{split}={source}"
     if config.task_args and all(task_name(s or "") is None for s in (source, config.train, config.eval)):
-        raise ConfigError(f"data.task_args is set, but {where} is no built-in task; unset it, or use task:NAME")
+        raise ConfigError(f"data.task_args is set, but {where} is not a built-in task; unset it, or use task:NAME")
     table, lacking = read_table(source, config, split=split, seed=seed, where=where)
     prompt_column = config.prompt_column if task_name(source) is None else "prompt"
     values, columns = split_columns(table, prompt_column, where)
@@ -112,7 +112,7 @@ def load_prompts(
 
 
 def _check_prompts(prompts: list[Any], where: str) -> bool:
-    """Whether the prompts are chats. Raises DataError naming the first row that is no usable prompt."""
+    """Whether the prompts are chats. Raises DataError naming the first row that is not a usable prompt."""
     is_chat = isinstance(prompts[0], list)
     for row, prompt in enumerate(prompts, start=1):
         problem = prompt_problem(prompt, is_chat=is_chat)
@@ -122,7 +122,7 @@ def _check_prompts(prompts: list[Any], where: str) -> bool:
 
 
 def _refuse_chat_settings(config: DataConfig, where: str) -> None:
-    """Raises ConfigError for what plain prompts have no use for."""
+    """Raises ConfigError for settings that plain prompts cannot use."""
     for key, unset in (("system_prompt", None), ("chat_template_kwargs", {})):
         if getattr(config, key) != unset:
             raise ConfigError(
@@ -140,7 +140,7 @@ def _with_system_prompt(chat: Chat, system_prompt: str | None) -> Chat:
 def _render(chats: list[Chat], config: DataConfig, tokenizer: "PreTrainedTokenizerBase", where: str) -> list[str]:
     if tokenizer.chat_template is None:
         raise DataError(
-            f"{where}: chat prompts need a chat template, and the tokenizer of model.path has none; use an instruct "
+            f"{where}: chat prompts need a chat template, but the tokenizer of model.path has none; use an instruct "
             "model, add a chat_template.jinja to its directory, or make the prompts plain strings"
         )
     kwargs = config.chat_template_kwargs
@@ -149,14 +149,14 @@ def _render(chats: list[Chat], config: DataConfig, tokenizer: "PreTrainedTokeniz
     for row, chat in enumerate(chats, start=1):
         try:
             text = render_chat(tokenizer, chat, date=config.date, add_generation_prompt=True, kwargs=kwargs)
-        except Exception as error:  # a template may raise anything, by its own raise_exception too
-            raise DataError(f"{where}: row {row}: the model's chat template refuses it: {one_line(error)}") from error
+        except Exception as error:  # a template may raise anything, even on purpose: raise_exception
+            raise DataError(f"{where}: row {row}: the model's chat template rejects it: {one_line(error)}") from error
         texts.append(text)
     return texts
 
 
 def _tokenize(texts: list[str], tokenizer: "PreTrainedTokenizerBase", *, add_special_tokens: bool) -> list[np.ndarray]:
-    """int32 token ids of each text, with one BOS where special tokens are added, even if the text spells it too."""
+    """int32 token ids of each text; with special tokens, only one BOS even if the text begins with one too."""
     token_ids: list[np.ndarray] = []
     for start in range(0, len(texts), TOKENIZE_ROWS):
         chunk = texts[start : start + TOKENIZE_ROWS]
@@ -168,12 +168,12 @@ def _tokenize(texts: list[str], tokenizer: "PreTrainedTokenizerBase", *, add_spe
 
 
 def _fit_length(whole: PromptSet, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", where: str) -> PromptSet:
-    """Without the over-long prompts, or with only their last tokens, behind the BOS that a prompt begins with."""
+    """Drops over-long prompts, or keeps their last tokens, after the BOS if a prompt begins with one."""
     limit = config.max_prompt_tokens
     lengths = [len(ids) for ids in whole.token_ids]
     if 0 in lengths:
         raise DataError(
-            f"{where}: row {lengths.index(0) + 1} encodes to no token; use the tokenizer made for the model"
+            f"{where}: row {lengths.index(0) + 1} encodes to no tokens; use the tokenizer made for the model"
         )
     num_overlong = sum(length > limit for length in lengths)
     if num_overlong == 0:
@@ -210,6 +210,6 @@ def _truncated(ids: np.ndarray, limit: int, tokenizer: "PreTrainedTokenizerBase"
 
 
 def _truncated_text(text: str, ids: np.ndarray, tokenizer: "PreTrainedTokenizerBase") -> str:
-    """What is left of ``text``, with BOS only where the text itself spelt it."""
+    """What is left of ``text``, with BOS only if the text itself began with it."""
     bos_is_ours = ids[0] == tokenizer.bos_token_id and not text.startswith(str(tokenizer.bos_token))
     return str(tokenizer.decode(ids[1:] if bos_is_ours else ids))

@@ -1,6 +1,6 @@
-"""Reading a source as a table: a built-in task, a JSONL or Parquet file, or a directory that datasets saved.
+"""Reading a source as a table: a built-in task, a JSONL or Parquet file, or a directory saved by datasets.
 
-Every error is one line that names the key and the source. Rows count from 1, blank lines of a JSONL file left out.
+Every error is one line that names the key and the source. Rows count from 1, without blank lines of a JSONL file.
 """
 
 import json
@@ -15,16 +15,16 @@ from rlhf.errors import DataError, one_line
 if TYPE_CHECKING:
     import pyarrow
 
-DIRECTORY_SPLITS: dict[Split, str] = {"train": "train", "eval": "test"}  # of a saved DatasetDict
-MAX_NESTING = 100  # levels of a JSON line; pickle, which takes columns to actors, gives up before json does
+DIRECTORY_SPLITS: dict[Split, str] = {"train": "train", "eval": "test"}  # in a saved DatasetDict
+MAX_NESTING = 100  # levels of a JSON line; pickle, which sends columns to actors, fails before json does
 
 
 def read_table(source: str, config: DataConfig, *, split: Split, seed: int, where: str) -> tuple[Table, dict[str, int]]:
-    """The table of a source, for eval its first ``eval_size`` rows; and for each column of a JSONL file the first line
-    that lacks it, if one does.
+    """The table of a source (for eval, its first ``eval_size`` rows), and for each column of a JSONL file the first
+    line that lacks it, if any.
 
-    ``where`` names the source in errors. Raises DataError where it cannot be read or holds no rows, ConfigError where
-    a task's arguments do not fit.
+    ``where`` names the source in errors. Raises DataError if it cannot be read or holds no rows, ConfigError if a
+    task's arguments do not fit.
     """
     max_rows = config.eval_size if split == "eval" else None
     if (task := task_name(source)) is not None:
@@ -50,7 +50,7 @@ def read_table(source: str, config: DataConfig, *, split: Split, seed: int, wher
 
 
 def read_json_lines(path: Path, where: str) -> list[tuple[int, dict[str, Any]]]:
-    """(line number from 1, object) of every line that is not blank. Raises DataError, which names ``where``."""
+    """(line number from 1, object) of every line that is not blank. Raises DataError naming ``where``."""
     rows = []
     try:
         with path.open("rb") as file:
@@ -75,13 +75,13 @@ def _read_json_line(line: bytes, where: str) -> dict[str, Any]:
         raise DataError(f"{where} is a {type(row).__name__}; every line must be an object")
     if line.count(b"[") + line.count(b"{") > MAX_NESTING and _nesting(row) > MAX_NESTING:
         raise DataError(too_deep)
-    if b"\\u" in line:  # JSON may spell what UTF-8 cannot
+    if b"\\u" in line:  # JSON can escape what UTF-8 cannot encode
         try:
             json.dumps(row, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             half = json.dumps(error.object[error.start])
             raise DataError(
-                f"{where} has {half}, half of a surrogate pair, which is no character; write both halves, or remove it"
+                f"{where} has {half}, half of a surrogate pair and not a character; write both halves, or remove it"
             ) from error
     return row
 
@@ -110,7 +110,7 @@ def _read_parquet(path: Path, where: str) -> Table:
 
 
 def _not_utf8(table: "pyarrow.Table", where: str) -> DataError:
-    """Names the first value that does not decode: Arrow takes any bytes for a string."""
+    """Names the first value that does not decode: Arrow accepts any bytes as a string."""
     for name in table.column_names:
         for row, value in enumerate(table[name], start=1):
             try:
@@ -127,13 +127,13 @@ def _read_directory(path: Path, split: str, where: str) -> Table:
         loaded = datasets.load_from_disk(str(path))
     except Exception as error:  # a damaged or foreign directory makes datasets raise nearly anything
         raise DataError(
-            f"{where}: not a directory that datasets' save_to_disk wrote: {one_line(error)}; name a file in it instead"
+            f"{where}: not a directory written by datasets' save_to_disk: {one_line(error)}; name a file in it instead"
         ) from error
     if isinstance(loaded, datasets.DatasetDict):
         saved = [str(name) for name in loaded]
         if split not in saved:
             raise DataError(
-                f"{where}: needs a split {split!r}, and the saved ones are {', '.join(saved)}; name the directory of "
+                f"{where}: needs a split {split!r}, but the saved ones are {', '.join(saved)}; name the directory of "
                 f"one, such as {path / saved[0] if saved else path}"
             )
         loaded = loaded[split]

@@ -1,6 +1,6 @@
-"""Built-in verifiable tasks: prompts and their answers, made on the spot, the same for the same seed.
+"""Built-in verifiable tasks: prompts and their answers, generated on the fly, the same for the same seed.
 
-A prompt belongs to one split by a hash of its text alone, so train and eval never share a prompt, whatever their seeds.
+A hash of a prompt's text alone decides its split, so train and eval never share a prompt, whatever their seeds.
 """
 
 import zlib
@@ -14,9 +14,9 @@ from rlhf.errors import ConfigError
 Split = Literal["train", "eval"]
 Row = dict[str, Any]
 
-PREFIX = "task:"  # of a source that is a task
+PREFIX = "task:"  # marks a source that is a task
 EVAL_SHARE = 8  # one prompt in eight is held out
-MAX_FRUITLESS_DRAWS = 1000  # in a row, before the task is taken to have no further prompts
+MAX_FRUITLESS_DRAWS = 1000  # in a row, before a task counts as having no more prompts
 
 OPERATIONS = ("+", "-", "*")
 WORD_LIST = (
@@ -45,7 +45,7 @@ def _require_count(key: str, value: Any, minimum: int, maximum: int | None = Non
 class Task:
     """What all tasks share. The fields of a task are its arguments: ``data.task_args``."""
 
-    num_rows: int = 1000  # of the train split, all distinct; fewer where the task has no more
+    num_rows: int = 1000  # of the train split, all distinct; fewer if the task has no more
 
     def __post_init__(self) -> None:
         _require_count("num_rows", self.num_rows, 1)
@@ -83,7 +83,7 @@ class Arithmetic(Task):
 class Phrases(Task):
     """Plain prompts of a few random words and no answer, for rewards on the tokens alone, such as ``even_tokens``.
 
-    A randomly initialised two-layer model learns that one within a minute or two: the end-to-end test of a whole loop.
+    A randomly initialised two-layer model learns it within a minute or two: the end-to-end test of a whole loop.
     """
 
     num_words: int = 4
@@ -98,7 +98,7 @@ class Phrases(Task):
 
 @dataclass(frozen=True)
 class SortWords(Task):
-    """Chat: sort a few words by the alphabet. Column ``answer``: 'apple, moon, tree'. Made for ``exact_match``."""
+    """Chat: sort a few words alphabetically. Column ``answer``: 'apple, moon, tree'. Made for ``exact_match``."""
 
     num_words: int = 4
 
@@ -120,7 +120,7 @@ def _user(content: str) -> list[dict[str, str]]:
 
 
 def task_name(source: str) -> str | None:
-    """The task that a source names; None for a source of another kind."""
+    """The task that a source names; None for any other source."""
     return source.removeprefix(PREFIX) if source.startswith(PREFIX) else None
 
 
@@ -132,7 +132,7 @@ def make_task(name: str, args: dict[str, Any]) -> Task:
     known = [spec.name for spec in fields(task_type)]
     for key in args:
         if key not in known:
-            raise ConfigError(f"data.task_args.{key} is no argument of task:{name}; it has {', '.join(known)}")
+            raise ConfigError(f"data.task_args.{key} is not an argument of task:{name}; it has {', '.join(known)}")
     return task_type(**args)
 
 
@@ -140,7 +140,7 @@ def task_rows(name: str, args: dict[str, Any], *, split: Split, seed: int, max_r
     """Distinct rows of one split: at most ``max_rows`` (default: the task's ``num_rows``).
 
     The same arguments give the same rows. No prompt of one split occurs in the other, under any seed.
-    Raises ConfigError where the arguments leave the split without a prompt.
+    Raises ConfigError if the arguments leave the split without prompts.
     """
     task = make_task(name, args)
     limit = task.num_rows if max_rows is None else max_rows
@@ -156,7 +156,7 @@ def task_rows(name: str, args: dict[str, Any], *, split: Split, seed: int, max_r
             fruitless = 0
     if not rows:
         raise ConfigError(
-            f"data.task_args={args} leave task:{name} no prompt for the {split} split; allow more distinct prompts"
+            f"data.task_args={args} leave task:{name} no prompts for the {split} split; allow more distinct prompts"
         )
     return list(rows.values())
 

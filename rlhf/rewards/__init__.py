@@ -1,4 +1,4 @@
-"""Rewards: the built-in functions, loading a user's, calling them together; a reward model; and their sum.
+"""Rewards: built-in functions, loading and calling the user's, a reward model, and their weighted sum.
 
 Only ``model`` and ``total`` import torch: the process of the sync functions starts without it.
 """

@@ -1,8 +1,8 @@
-"""Built-in reward functions, by the name that ``reward.functions[i].path`` gives.
+"""Built-in reward functions, chosen by name with ``reward.functions[i].path``.
 
-They are called as any user's function is (see ``loading``): with keywords, and only with the arguments they name.
+They are called like any user's function (see ``loading``): with keywords, and only with the arguments they name.
 ``completions`` is S strings, or S one-message chats; ``completion_ids`` is S lists of token ids; a column such as
-``answer`` has S values, of which None makes the function abstain for that row. All return S values.
+``answer`` has S values, where None makes the function abstain for that row. All return S values.
 """
 
 import re
@@ -13,7 +13,7 @@ from typing import Any
 Completion = str | list[dict[str, str]]
 Values = list[float | None]
 
-# A minus is a sign only where no word or digit touches it: '5-3' ends in 3, '5 - -3' in -3.
+# A minus is a sign only if no word or digit precedes it: '5-3' ends in 3, '5 - -3' in -3.
 NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 
@@ -23,13 +23,13 @@ def completion_text(completion: Completion) -> str:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in ``text``: '1,234.50 apples.' gives 1234.50. None where there is no digit."""
+    """The last number in ``text``: '1,234.50 apples.' gives 1234.50. None if there is no digit."""
     numbers = NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
     return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
 def exact_match(completions: Sequence[Completion], answer: Sequence[Any]) -> Values:
-    """1 where the completion is the answer, both stripped of outer white space, else 0."""
+    """1 where the completion is the answer, ignoring surrounding whitespace, else 0."""
     return [
         None if expected is None else float(completion_text(completion).strip() == str(expected).strip())
         for completion, expected in zip(completions, answer, strict=True)
@@ -37,7 +37,7 @@ def exact_match(completions: Sequence[Completion], answer: Sequence[Any]) -> Val
 
 
 def contains_answer(completions: Sequence[Completion], answer: Sequence[Any]) -> Values:
-    """1 where the answer stands in the completion as whole words ('7' is not in '17'), else 0."""
+    """1 where the answer occurs in the completion as whole words ('7' is not in '17'), else 0."""
 
     def contains(text: str, expected: str) -> bool:
         return re.search(rf"(?<!\w){re.escape(expected)}(?!\w)", text) is not None
@@ -49,15 +49,15 @@ def contains_answer(completions: Sequence[Completion], answer: Sequence[Any]) ->
 
 
 def number_match(completions: Sequence[Completion], answer: Sequence[Any], tolerance: float = 0.0) -> Values:
-    """1 where the completion's last number is the answer's last number, to within ``tolerance``, else 0.
+    """1 where the completion's last number equals the answer's last number within ``tolerance``, else 0.
 
-    '1,000', '1000' and '1000.0' are the same number. Raises ValueError where an answer holds no number.
+    '1,000', '1000' and '1000.0' are the same number. Raises ValueError if an answer contains no number.
     """
 
     def match(text: str, expected: Any) -> float:
         wanted, found = last_number(str(expected)), last_number(text)
         if wanted is None:
-            raise ValueError(f"answer {expected!r} holds no number")
+            raise ValueError(f"answer {expected!r} contains no number")
         if found is None:
             return 0.0
         return float(found == wanted or (tolerance > 0 and abs(found - wanted) <= Decimal(str(tolerance))))
@@ -85,7 +85,7 @@ def length_penalty(completion_ids: Sequence[Sequence[int]], max_tokens: int, buf
 
 
 def format_regex(completions: Sequence[Completion], regex: str) -> Values:
-    """1 where the whole stripped completion matches ``regex`` ('.' matches line ends too), else 0."""
+    """1 where the whole stripped completion matches ``regex`` ('.' matches newlines too), else 0."""
     pattern = re.compile(regex, re.DOTALL)
     return [float(pattern.fullmatch(completion_text(completion).strip()) is not None) for completion in completions]
 

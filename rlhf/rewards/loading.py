@@ -2,8 +2,8 @@
 
 A reward function is ``fn(prompts, completions, completion_ids, **columns) -> list[float | None]``, sync or async. It is
 called with keywords: one list of S per argument, and one per column of the data. For chat data a prompt is its messages
-and a completion is ``[{"role": "assistant", "content": text}]``; else both are strings. None abstains for that row. A
-function without ``**kwargs`` gets only the arguments it names.
+and a completion is ``[{"role": "assistant", "content": text}]``; otherwise both are strings. None abstains for that
+row. A function without ``**kwargs`` gets only the arguments it names.
 """
 
 import functools
@@ -20,7 +20,7 @@ from rlhf.errors import ConfigError, DeadlineError, RewardError
 from rlhf.rewards.functions import BUILT_IN
 from rlhf.user_code import described, load_function, named_parameters, takes_any_keyword
 
-MODEL_NAME = "model"  # of the reward model among the functions: its metric, and its weight in the sum
+MODEL_NAME = "model"  # the reward model's name among the functions: for its metric and its weight in the sum
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RewardFunction:
     name: str
     weight: float
     call: Callable[..., Any]
-    path: str  # what ``resolve`` loads it from, in another process too
+    path: str  # from which ``resolve`` loads it, in another process too
     kwargs: dict[str, Any] = field(default_factory=dict)
     key: str = "reward.functions"  # where the configuration names it, for errors
 
@@ -44,20 +44,20 @@ class RewardFunction:
 
     @property
     def required_columns(self) -> set[str]:
-        """The columns it cannot do without: arguments with no default that neither the loop nor its kwargs give."""
+        """The columns it requires: arguments without a default that neither the loop nor its kwargs supply."""
         named = named_parameters(self.call).items()
         return {name for name, p in named if p.default is p.empty} - {*ARGUMENTS, *self.kwargs}
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Raises RewardError unless ``columns`` has all that it requires."""
+        """Raises RewardError unless ``columns`` has all those it requires."""
         if missing := sorted(self.required_columns.difference(columns)):
             raise RewardError(
-                f"{self.key}: {self.name} needs an argument {missing[0]!r}, which is no column of the data "
+                f"{self.key}: {self.name} needs an argument {missing[0]!r}, which is not a column of the data "
                 f"({', '.join(columns) or 'it has none'}); rename a column, or set it in kwargs"
             )
 
     def accepted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of ``arguments`` that it accepts, and its configured kwargs, which win over columns of that name."""
+        """Those of ``arguments`` that it accepts, and its configured kwargs, which override columns of that name."""
         merged = {**arguments, **self.kwargs}
         if takes_any_keyword(self.call):
             return merged
@@ -65,7 +65,7 @@ class RewardFunction:
         return {name: value for name, value in merged.items() if name in named}
 
     def checked(self, values: Any, num_rows: int) -> list[float]:
-        """What it returned as floats, None as NaN. Raises RewardError unless each row has one finite number or None."""
+        """Its values as floats, None as NaN. Raises RewardError unless each row has one finite number or None."""
         if hasattr(values, "tolist"):  # NumPy and torch
             values = values.tolist()
         if not isinstance(values, (list, tuple)):
@@ -88,18 +88,18 @@ class RewardFunction:
         return checked
 
     def raised(self, error: BaseException) -> RewardError:
-        """The error that says that it raised this one."""
+        """The error to report when it raised ``error``."""
         return RewardError(f"{self} raised {described(error)}")
 
     def late(self, num_rows: int, timeout_s: float) -> DeadlineError:
-        """The error that says that it outlasted its deadline."""
+        """The error to report when it missed its deadline."""
         return DeadlineError(
             f"{self} did not finish {num_rows} completions within reward.function_timeout_s={timeout_s:g}; raise that, "
             "or make it faster"
         )
 
     def __str__(self) -> str:
-        """What errors call it."""
+        """Its name in errors."""
         return f"reward function {self.name} ({self.key})"
 
 
@@ -111,10 +111,10 @@ def _is_finite(number: Any) -> bool:
 
 
 def load_reward_functions(configs: Sequence[RewardFunctionConfig]) -> list[RewardFunction]:
-    """Loads them in order; a name that occurs again, or is the reward model's, gets ``_2``, ``_3``, ... appended.
+    """Loads them in order; a repeated name, or the reward model's, gets ``_2``, ``_3``, ... appended.
 
-    A path is a built-in name, ``package.module.function`` or ``path/to/file.py:function``. Raises RewardError where one
-    cannot be loaded or called as a reward function, ConfigError where its kwargs do not fit; both name the key.
+    A path is a built-in name, ``package.module.function`` or ``path/to/file.py:function``. Raises RewardError if one
+    cannot be loaded or called as a reward function, ConfigError if its kwargs do not fit; both name the key.
     """
     functions: list[RewardFunction] = []
     for index, config in enumerate(configs):
@@ -141,7 +141,7 @@ def _unique(name: str, taken: Collection[str]) -> str:
 
 
 def resolve(path: str, key: str) -> Callable[..., Any]:
-    """What ``path`` names; ``key`` says where the configuration does. Raises RewardError where it cannot be loaded."""
+    """The function at ``path``; ``key``: where the configuration names it. Raises RewardError if it does not load."""
     return load_function(path, key, RewardError, built_in=BUILT_IN)
 
 
@@ -162,4 +162,4 @@ def _check_kwargs(call: Callable[..., Any], kwargs: Mapping[str, Any], key: str)
             raise ConfigError(f"{key}.{name} would hide what the loop passes as {name!r}; remove it")
         if name not in named and not takes_any_keyword(call):
             known = ", ".join(n for n in named if n not in ARGUMENTS)
-            raise ConfigError(f"{key}.{name} is no argument of {_name_of(call)}; it has {known or 'none to set'}")
+            raise ConfigError(f"{key}.{name} is not an argument of {_name_of(call)}; it has {known or 'none to set'}")

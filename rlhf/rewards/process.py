@@ -1,7 +1,7 @@
 """Sync reward functions in a process of their own, one call at a time, in its main thread.
 
-There ``signal.alarm`` works, which many checkers of answers use for their time-outs; and what never lets go of the
-interpreter, such as a runaway ``re``, can be killed. The process imports this module and the functions' own, no torch.
+There ``signal.alarm`` works, which many answer checkers use for timeouts; and code that never releases the interpreter,
+such as a runaway ``re``, can be killed. The process imports this module and the functions' own, but not torch.
 """
 
 import contextlib
@@ -22,40 +22,40 @@ from rlhf.errors import DeadlineError, RewardError
 from rlhf.processes import end_with_parent
 from rlhf.rewards.loading import RewardFunction, resolve
 
-# Not by multiprocessing: its children import the main module again, and may not have processes of their own.
+# Not multiprocessing: its children import the main module again, and may not have processes of their own.
 COMMAND = (
     "import sys; pipe, parent, *sys.path = sys.argv[1:]; del sys.argv[1:]; "
     "from rlhf.rewards.process import serve; serve(int(pipe), int(parent))"
 )
 
-LOADED = ""  # the child's first answer, where nothing is wrong
+LOADED = ""  # the child's first answer if nothing is wrong
 
 Spec = tuple[str, str, str]
 """A function's name, path and key: what it takes to load it."""
 
 
 class FunctionProcess:
-    """Calls sync functions in a child process, started when it is first needed, and anew after one that had to end.
+    """Calls sync functions in a child process, started when first needed, and replaced if it ended.
 
-    The child ends with this process, or when this object is closed or gone. Thread-safe: groups take turns.
+    The child ends with this process, or when this object is closed or deleted. Thread-safe: groups take turns.
     """
 
     def __init__(self, functions: Sequence[RewardFunction], *, timeout_s: float, start_timeout_s: float) -> None:
-        """``timeout_s``: of one call; ``start_timeout_s``: of starting the child and loading the functions in it."""
+        """``timeout_s``: for one call; ``start_timeout_s``: for starting the child and loading the functions in it."""
         self._functions = list(functions)
         self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
-        self._turn = threading.Lock()  # of the group whose functions run
+        self._turn = threading.Lock()  # held by the group whose functions run
         self._starter = ThreadPoolExecutor(1, "reward-process")  # its thread stays: see end_with_parent
         self._child: Child | None = None
 
     def start(self) -> None:
-        """Starts the child, if there is any function, so that no call waits for that. Raises as ``score`` does."""
+        """Starts the child, if there is any function, so that no call waits for it. Raises as ``score`` does."""
         with self._turn:
             if self._functions:
                 self._living_child()
 
     def score(self, calls: Sequence[tuple[RewardFunction, dict[str, Any]]], num_rows: int) -> dict[str, list[float]]:
-        """One list [num_rows] per function, by name; NaN where it abstained. Calls one after the other.
+        """One list [num_rows] per function, by name; NaN where it abstained. Calls run one by one.
 
         Raises RewardError (a function raised, did not return one finite number or None per row, or ended its process)
         or DeadlineError.
@@ -64,7 +64,7 @@ class FunctionProcess:
             return {function.name: self._call(function, arguments, num_rows) for function, arguments in calls}
 
     def close(self) -> None:
-        """Ends the child; waits for a call that is under way."""
+        """Ends the child; waits for a call in progress."""
         with self._turn:
             self._end_child()
 
@@ -78,7 +78,7 @@ class FunctionProcess:
         except ChildProcessError as error:
             self._end_child()
             raise RewardError(
-                f"{function} ended its process ({error}) on {num_rows} completions; correct it, or give it more memory"
+                f"{function} ended its process ({error}) on {num_rows} completions; fix it, or give it more memory"
             ) from None
         if isinstance(answer, str):
             raise RewardError(answer)
@@ -102,7 +102,7 @@ class FunctionProcess:
         except ChildProcessError as error:
             self._end_child()
             raise RewardError(
-                f"reward.functions: the process of {names} ended ({error}) while it loaded them; correct their modules"
+                f"reward.functions: the process of {names} ended ({error}) while it loaded them; fix their modules"
             ) from None
         if answer != LOADED:
             self._end_child()
@@ -126,7 +126,7 @@ class Child:
                 [sys.executable, "-c", COMMAND, str(pipe), str(os.getpid()), *map(str, sys.path)],
                 pass_fds=[pipe],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is not for it, and what it starts can be killed with it
+                start_new_session=True,  # Ctrl-C must not reach it, and what it starts can be killed with it
             )
 
     @property
@@ -134,7 +134,8 @@ class Child:
         return self._process.poll() is None
 
     def ask(self, message: Any, timeout_s: float) -> Any:
-        """Its answer to a message. Raises TimeoutError or ChildProcessError, which says how it ended; it is dead then.
+        """Its answer to a message. Raises TimeoutError, or ChildProcessError saying how it ended; the child is then
+        dead.
 
         Killing it at the deadline ends every wait: to send, for the answer, and for the rest of the answer.
         """
@@ -150,7 +151,7 @@ class Child:
         try:
             self._connection.send(message)
             received = self._connection.recv()
-        except (EOFError, OSError):  # the pipe is closed, or breaks off within an answer
+        except (EOFError, OSError):  # the pipe is closed, perhaps in the middle of an answer
             received = None
         finally:
             watchdog.cancel()
@@ -163,14 +164,14 @@ class Child:
         raise ChildProcessError(describe_exit(exit_code))
 
     def end(self) -> int:
-        """Kills it, if it still lives, and what it started; returns its exit code."""
+        """Kills it, if it is still alive, and what it started; returns its exit code."""
         self._kill()
         exit_code = self._process.wait()
         self._connection.close()
         return exit_code
 
     def _kill(self) -> None:
-        if self._process.returncode is None:  # else its number may be another's by now
+        if self._process.returncode is None:  # else its process id may have been reused
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -181,11 +182,11 @@ def describe_exit(exit_code: int) -> str:
 
 
 def serve(pipe: int, parent: int) -> None:
-    """The child: loads the functions that the first message names, then calls them as told until the pipe closes."""
+    """The child: loads the functions that the first message names, then calls them on request until the pipe closes."""
     end_with_parent(parent)
     os.set_inheritable(pipe, False)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # it will be killed: nothing may wait in a buffer
+        sys.stdout.reconfigure(line_buffering=True)  # it will be killed: nothing may remain in a buffer
     connection = Connection(pipe)
     try:
         specs: list[Spec] = connection.recv()
@@ -203,14 +204,14 @@ def serve(pipe: int, parent: int) -> None:
 
 
 def answer(function: RewardFunction, arguments: dict[str, Any], num_rows: int) -> list[float] | str:
-    """The function's scores, or what is wrong with it."""
+    """The function's scores, or an error message."""
     try:
         values = function.call(**arguments)
     except BaseException as error:  # SystemExit included: it would end this process silently
         traceback.print_exc()
         return str(function.raised(error))
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that it forgot would hit another one
+        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm left set would hit another function
     try:
         return function.checked(values, num_rows)
     except RewardError as error:

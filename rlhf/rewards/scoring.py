@@ -13,16 +13,16 @@ from rlhf.rewards.loading import RewardFunction
 from rlhf.rewards.process import FunctionProcess
 
 if TYPE_CHECKING:
-    from rlhf.batch import Prompt  # of torch tensors, which the process of the sync functions does without
+    from rlhf.batch import Prompt  # imports torch, which the process of the sync functions does without
 
 
 class RewardFunctions:
     """Several reward functions, called group by group.
 
     Sync functions run in one process of their own, one group and one function at a time, each call under the deadline.
-    Async ones run on one event loop that lives as long as this process (so a client that a module keeps stays bound to
-    it), those of all groups at once, for what they do is wait. An async function that never lets go of the interpreter
-    (a runaway ``re``) holds its deadline up; make it a sync one.
+    Async ones run concurrently for all groups, since they mostly wait, on one event loop that lives as long as this
+    process (so a client that a module keeps stays bound to it). An async function that never releases the interpreter
+    (a runaway ``re``) holds up its own deadline; make it sync.
     """
 
     def __init__(
@@ -32,20 +32,20 @@ class RewardFunctions:
         timeout_s: float,
         start_timeout_s: float = TimeoutConfig.start_s,
     ) -> None:
-        """``timeout_s``: of one call; ``start_timeout_s``: of starting the sync functions' process."""
+        """``timeout_s``: for one call; ``start_timeout_s``: for starting the sync functions' process."""
         self.functions = list(functions)
         self.timeout_s = timeout_s
-        # whether any of them takes the completions' text: to decode it costs more than many a function
+        # whether any of them takes the completions' text: decoding it costs more than many functions do
         self.needs_text = any(function.needs_text for function in functions)
         sync = [function for function in functions if not function.is_async]
         self._process = FunctionProcess(sync, timeout_s=timeout_s, start_timeout_s=start_timeout_s)
         if len(sync) < len(self.functions):
-            _event_loop()  # made once, before several threads can ask for it
+            _event_loop()  # created now, before several threads can ask for it
 
     def start(self) -> None:
-        """Starts the process of the sync functions, if there are any, which the first group would wait for.
+        """Starts the process of the sync functions, if there are any, so that the first group need not wait for it.
 
-        Raises RewardError where they cannot be loaded there, DeadlineError where that takes too long.
+        Raises RewardError if they cannot be loaded there, DeadlineError if that takes too long.
         """
         self._process.start()
 
@@ -58,33 +58,33 @@ class RewardFunctions:
         return {function.name: function.weight for function in self.functions}
 
     def required_columns(self) -> dict[str, set[str]]:
-        """The columns of the data that each function cannot do without, by its name."""
+        """The columns of the data that each function requires, by its name."""
         return {function.name: function.required_columns for function in self.functions}
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Raises RewardError, naming the function, where the data lacks a column that one needs."""
+        """Raises RewardError, naming the function, if the data lacks a column that one requires."""
         for function in self.functions:
             function.check_columns(columns)
 
     def submit(
         self, prompts: "Sequence[Prompt]", texts: Sequence[str] | None, token_ids: Sequence[Sequence[int]]
     ) -> "Scoring":
-        """Starts the async functions on a group; its scores are asked for later.
+        """Starts the async functions on a group; ``Scoring.result`` gives the scores.
 
-        ``texts`` and ``token_ids`` [S] are the completions, ``texts`` None where no function reads them; ``prompts``
-        [S] repeats a prompt for each of its samples. Raises RewardError where a column is missing.
+        ``texts`` and ``token_ids`` [S] are the completions, ``texts`` None if no function reads them; ``prompts`` [S]
+        repeats a prompt for each of its samples. Raises RewardError if a column is missing.
         """
         assert prompts, "there is nothing to score"
         assert len(prompts) == len(token_ids)
         assert texts is not None or not self.needs_text, "a function would not get the text it asks for"
         self.check_columns(list(_columns(prompts)))
-        # Every function has lists of its own: one that changes them does not disturb the others.
+        # Every function gets its own lists, so that changes made by one do not affect the others.
         calls = [(f, f.accepted(_arguments(prompts, texts, token_ids))) for f in self.functions]
         return Scoring(calls, len(prompts), self._process, self.timeout_s)
 
 
 class Scoring:
-    """One group under way in all functions."""
+    """One group in progress in all functions."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Scoring:
         self._sync = [(function, arguments) for function, arguments in calls if not function.is_async]
         self._async = [(f, _on_event_loop(f, arguments)) for f, arguments in calls if f.is_async]
         self._num_rows, self._process, self._timeout_s = num_rows, process, timeout_s
-        self._ends = time.monotonic() + timeout_s  # of the async functions; a sync one's begins when it is its turn
+        self._ends = time.monotonic() + timeout_s  # for the async functions; a sync one's time begins with its turn
 
     def result(self) -> dict[str, list[float]]:
         """One list [S] per function, by name, unweighted; NaN where it abstained.

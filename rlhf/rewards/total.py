@@ -1,4 +1,4 @@
-"""The reward of a completion: the weighted sum of what was given for it."""
+"""The reward of a completion: the weighted sum of its scores."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,30 +13,30 @@ from rlhf.errors import RewardError
 
 @dataclass(frozen=True)
 class Scores:
-    """What S completions were given, by whom, and what each of them counts."""
+    """The scores of S completions by source, and the weight of each source."""
 
     given: dict[str, list[float]]  # [S] by the name of a reward function or model, unweighted; NaN where it abstained
-    weights: dict[str, float]  # of each name in the sum
+    weights: dict[str, float]  # in the sum, by name
 
     @cached_property
     def rewards(self) -> Tensor:
-        """float32 [S]: the weighted sum; NaN where nobody gave a score. Raises RewardError as ``combine`` does."""
+        """float32 [S]: the weighted sum; NaN where no score was given. Raises RewardError as ``combine`` does."""
         return combine(self.given, self.weights)
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
-        """The scores of several batches of completions, one after the other. They come from the same functions."""
+        """The scores of several batches of completions, concatenated. All come from the same functions."""
         first = parts[0]
         return cls({name: [x for part in parts for x in part.given[name]] for name in first.given}, first.weights)
 
     def check_abstained(self, max_abstained: float) -> None:
-        """Raises RewardError where more than the share ``max_abstained`` of the completions has no reward."""
+        """Raises RewardError if more than the share ``max_abstained`` of the completions has no reward."""
         num_abstained = int(self.rewards.isnan().sum())
         if num_abstained <= max_abstained * len(self.rewards):
             return
         deciding = [name for name, weight in self.weights.items() if weight != 0]
         who = (
-            f"every reward function of nonzero weight ({', '.join(deciding)}) abstained"
+            f"every reward function with nonzero weight ({', '.join(deciding)}) abstained"
             if deciding
             else "all weights are 0"
         )
@@ -48,9 +48,9 @@ class Scores:
 
 
 def combine(scores: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> Tensor:
-    """float32 [S]: the weighted sum of the scores of each row, without those that abstained (NaN) there.
+    """float32 [S]: the weighted sum of each row's scores, ignoring those that abstained (NaN).
 
-    NaN where all that have a weight other than 0 abstained. Raises RewardError where a sum is too large for float32.
+    NaN where all with nonzero weight abstained. Raises RewardError if a sum is too large for float32.
     """
     table = torch.tensor([list(values) for values in scores.values()], dtype=torch.float64)  # [functions, S]
     weight = torch.tensor([weights[name] for name in scores], dtype=torch.float64)[:, None]

@@ -81,7 +81,7 @@ def test_resumed_run_repeats_the_uninterrupted_one(whole_run: tuple[Path, dict],
     parts = tiny_config("num_steps=2", "checkpoint.every_steps=1")
     train(parts)
     resumed = tiny_config("num_steps=4", f"run_dir={parts.run_dir}", f"name={parts.name}")
-    with pytest.raises(CheckpointError, match=r"step-000002 is of another run: seed 0 -> 1"):
+    with pytest.raises(CheckpointError, match=r"step-000002 belongs to another run: seed 0 -> 1"):
         train(replace(resumed, seed=1))
     train(resumed)
     expected = "checkpoints/step-000002 (of 2); changed: num_steps 2 -> 4, checkpoint.every_steps 1 -> 0\n"

@@ -69,5 +69,5 @@ def test_resume_modes(tmp_path: Path) -> None:
     write(store, 6)
     assert store.find("none") is None
     assert store.find(str(store.path(5))) == store.path(5)
-    with pytest.raises(CheckpointError, match=r"checkpoint\.resume=.*not a whole checkpoint"):
+    with pytest.raises(CheckpointError, match=r"checkpoint\.resume=.*not a complete checkpoint"):
         store.find(str(tmp_path / "elsewhere"))

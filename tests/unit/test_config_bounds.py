@@ -211,7 +211,7 @@ CONTRADICTIONS = {
     "algorithm.kl_target=5e-324": "needs algorithm.name=ppo",
     "learner.micro_batch_tokens=1": "cannot hold one sequence",
     "train-reward:learner.micro_batch_tokens=1": "cannot hold one pair",
-    "learner.optimizer.warmup_steps=2147483647": "is more than the 100 optimiser steps",
+    "learner.optimizer.warmup_steps=2147483647": "exceeds the 100 optimiser steps",
     "critic.micro_batch_tokens=1": "cannot hold one sequence",
     "reference.micro_batch_tokens=1": "cannot hold one sequence",
     "reward.model.max_tokens=2147483647": "reward.model.micro_batch_tokens=16384 cannot hold one text",

@@ -86,7 +86,7 @@ def test_a_step_goes_on_with_as_many_rewards_missing_as_allowed(tmp_path: Path) 
     with pytest.raises(RewardError) as caught:
         loop.rewards(sampled(0, 1, 3))
     assert str(caught.value).startswith(
-        "4 of 6 completions of this step (67%) have no reward: every reward function of"
+        "4 of 6 completions of this step (67%) have no reward: every reward function with"
     )
     assert "(judge) abstained" in str(caught.value)
     assert str(caught.value).endswith("or raise reward.max_abstained=0.5")

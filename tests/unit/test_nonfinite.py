@@ -212,7 +212,7 @@ def test_reports_by_hand() -> None:
     assert take_skip_report({"loss": 1.0}, "policy") == []
     metrics = {"critic/" + name: value for name, value in skip_report([fine, no_norm, fine, no_norm]).items()}
     (line,) = take_skip_report(metrics, "critic", "critic/")
-    assert line == "the critic's gradient norm is inf in optimiser step 2, and 1 more were not taken"
+    assert line == "the critic's gradient norm is inf in optimiser step 2, and 1 more were skipped"
     assert metrics == {}
     batch = Stream().next_batch(0).packed.with_(values=torch.tensor([1.0, math.nan, -math.inf, 0, 0, 0, 0, 0]))
     assert nonfinite_tensors(batch, "old_logprobs", "ref_logprobs", "values") == ["2 of 8 values are not finite"]

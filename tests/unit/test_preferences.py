@@ -74,7 +74,10 @@ def test_eval_keeps_the_first_pairs(tmp_path: Path, tiny_tokenizer) -> None:
         ([1], "line 2 is a list; every line must be an object"),
         ({"prompt": "a", "chosen": "b"}, "line 2: has no 'rejected'; every line needs prompt, chosen and rejected"),
         (PLAIN | {"prompt": " "}, "line 2: the prompt is empty"),
-        (PLAIN | {"prompt": [{"role": "assistant", "content": "a"}]}, "line 2: the chat ends with the assistant"),
+        (
+            PLAIN | {"prompt": [{"role": "assistant", "content": "a"}]},
+            "line 2: the chat ends with an assistant message",
+        ),
         (PLAIN | {"rejected": " hello"}, "line 2: chosen and rejected are the same"),
         (PLAIN | {"chosen": ["a", "b"]}, "line 2: chosen must be a string, or a list of one assistant message"),
         (PLAIN | {"margin": -1}, "line 2: margin=-1 must be a number of at least 0"),
@@ -94,7 +97,7 @@ def test_an_impossible_source_says_what_one_is(tmp_path: Path, tiny_tokenizer) -
         load(str(tmp_path / "none.jsonl"), tiny_tokenizer)
     with pytest.raises(DataError, match="holds no preference pairs"):
         load(write(tmp_path), tiny_tokenizer)
-    with pytest.raises(ConfigError, match="task:sort_words has no preference pairs; those that do are arithmetic, phr"):
+    with pytest.raises(ConfigError, match="task:sort_words has no preference pairs; tasks that do are arithmetic, phr"):
         load("task:sort_words", tiny_tokenizer)
 
 

@@ -180,14 +180,14 @@ def test_chats_need_a_chat_template(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "p.jsonl", [{"prompt": [{"role": "user", "content": "hi"}]}])
     message = error_of(DataError, source, make_tokenizer(chat_template=None))
     assert (
-        "chat prompts need a chat template, and the tokenizer of model.path has none; use an instruct model" in message
+        "chat prompts need a chat template, but the tokenizer of model.path has none; use an instruct model" in message
     )
 
 
 def test_a_template_that_refuses_a_chat_names_the_row(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [{"prompt": [{"role": role, "content": "hi"}]} for role in ("user", "forbidden")]
     message = error_of(DataError, write_jsonl(tmp_path / "p.jsonl", rows), tokenizer)
-    assert message.endswith("p.jsonl: row 2: the model's chat template refuses it: no such role")
+    assert message.endswith("p.jsonl: row 2: the model's chat template rejects it: no such role")
 
 
 # ---- lengths
@@ -255,7 +255,7 @@ def test_no_prompt_left_is_an_error(tmp_path: Path, tokenizer: PreTrainedTokeniz
         (b'{"x": ' + b"[" * 100 + b"]" * 100 + b"}\n", "line 1 is nested more than 100 levels deep"),
         (b"", "p.jsonl: holds no rows"),
         (b'{"text": "a", "answer": 1}\n', "has no column 'prompt'; set data.prompt_column to one of text, answer"),
-        (b'{"prompt": "a", "completions": 1}\n', "rename column 'completions', it would hide an argument"),
+        (b'{"prompt": "a", "completions": 1}\n', "rename column 'completions', which would hide an argument"),
         (b'{"prompt": "a"}\n{"prompt": " "}\n', "row 2: the prompt is empty; remove the row"),
         (b'{"prompt": "a"}\n{"prompt": null}\n', "row 2: the prompt is empty"),
         (b'{"prompt": []}\n', "row 1: the prompt is empty"),
@@ -265,9 +265,9 @@ def test_no_prompt_left_is_an_error(tmp_path: Path, tokenizer: PreTrainedTokeniz
         (b'{"prompt": "a"}\n{"prompt": [{}]}\n', "row 2: chats and plain strings are mixed; use one kind"),
         (b'{"prompt": [{"role": "user", "content": "a"}]}\n{"prompt": "b"}\n', "row 2: chats and plain strings"),
         (b'{"prompt": [{"role": "user", "content": "a"}]}\n{"prompt": 4}\n', "row 2: the prompt is a int"),
-        (b'{"prompt": ["hi"]}\n', "must have a role and a content that are strings"),
-        (b'{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}\n', "a role and a content that are strings"),
-        (b'{"prompt": [{"role": "assistant", "content": "a"}]}\n', "the chat ends with the assistant"),
+        (b'{"prompt": ["hi"]}\n', "must have a role and a content, both strings"),
+        (b'{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}\n', "a role and a content, both strings"),
+        (b'{"prompt": [{"role": "assistant", "content": "a"}]}\n', "the chat ends with an assistant message"),
     ],
 )
 def test_what_is_wrong_with_a_jsonl_file(
@@ -319,7 +319,7 @@ def test_what_cannot_be_read(tmp_path: Path, tokenizer: PreTrainedTokenizerFast)
         "p.csv": "cannot read a .csv; a source is",
         "noise": "cannot read a file without suffix; a source is",
         "p.parquet": "not a readable Parquet file",
-        "empty": "not a directory that datasets' save_to_disk wrote",
+        "empty": "not a directory written by datasets' save_to_disk",
     }
     for name, message in expected.items():
         assert f"data.train={tmp_path / name}: {message}" in error_of(DataError, str(tmp_path / name), tokenizer)
@@ -330,21 +330,21 @@ def test_a_saved_dict_without_the_split_lists_those_it_has(tmp_path: Path, token
     datasets.DatasetDict(train=rows, dev=rows).save_to_disk(str(tmp_path / "saved"))
     message = error_of(DataError, str(tmp_path / "saved"), tokenizer, "eval")
     assert "data.eval=" in message
-    assert "needs a split 'test', and the saved ones are train, dev; name the directory of one, such as" in message
+    assert "needs a split 'test', but the saved ones are train, dev; name the directory of one, such as" in message
     assert len(load(str(tmp_path / "saved" / "dev"), tokenizer, "eval")) == len(ROWS)
 
 
 def test_task_errors_pass_through(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     assert "task:chess does not exist" in error_of(ConfigError, "task:chess", tokenizer)
-    assert "task_args.x is no argument" in error_of(ConfigError, "task:phrases", tokenizer, task_args={"x": 1})
+    assert "task_args.x is not an argument" in error_of(ConfigError, "task:phrases", tokenizer, task_args={"x": 1})
     message = error_of(ConfigError, save_as("jsonl", tmp_path), tokenizer, task_args={"num_rows": 1})
-    assert "data.task_args is set, but" in message and "is no built-in task" in message
+    assert "data.task_args is set, but" in message and "is not a built-in task" in message
 
 
 def test_a_tokenizer_that_encodes_to_nothing_is_an_error(tmp_path: Path) -> None:
     deaf = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"x": 0}, [])))
     message = error_of(DataError, save_as("jsonl", tmp_path), deaf)
-    assert "row 1 encodes to no token; use the tokenizer made for the model" in message
+    assert "row 1 encodes to no tokens; use the tokenizer made for the model" in message
 
 
 # ---- the stream
@@ -387,10 +387,10 @@ def test_resuming_with_other_data_or_order_is_an_error(phrases: PromptSet, token
     fewer = load("task:phrases", tokenizer, task_args={"num_rows": 9})
     other = load("task:phrases", tokenizer, task_args={"num_rows": 10, "num_words": 3})
     cases = {
-        "num_prompts was 10 (of task:phrases) and is 9": PromptStream(fewer, shuffle=True, seed=0),
+        "num_prompts was 10 (of task:phrases) and is now 9": PromptStream(fewer, shuffle=True, seed=0),
         "fingerprint was": PromptStream(other, shuffle=True, seed=0),
         "shuffle was True": PromptStream(phrases, shuffle=False, seed=0),
-        "seed was 0 (of task:phrases) and is 1": PromptStream(phrases, shuffle=True, seed=1),
+        "seed was 0 (of task:phrases) and is now 1": PromptStream(phrases, shuffle=True, seed=1),
     }
     for message, stream in cases.items():
         with pytest.raises(CheckpointError) as caught:

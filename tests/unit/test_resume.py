@@ -82,7 +82,7 @@ def refusal(old: Any, new: Any, tokenizer: Any, **state: Any) -> str:
         resumed(old, new, tokenizer, **state)
     message = str(caught.value)
     assert "\n" not in message
-    assert message.endswith("or start anew with checkpoint.resume=none and another name or run_dir")
+    assert message.endswith("or start over with checkpoint.resume=none and another name or run_dir")
     return message
 
 
@@ -105,20 +105,23 @@ def test_what_may_change_is_told_in_one_line(build: Any, tiny_tokenizer: Any, mo
 @pytest.mark.parametrize(
     ("override", "difference"),
     [
-        ("seed=3", "seed 0 -> 3 (the order of the data and all samples follow from it)"),
+        ("seed=3", "seed 0 -> 3 (the order of the data and all samples depend on it)"),
         ("model.dtype=bfloat16", "model.dtype auto -> bfloat16"),
         ("algorithm.loss_type=dr_grpo", "algorithm.loss_type dapo -> dr_grpo"),
         ("algorithm.group_size=2", "algorithm.group_size 8 -> 2 (steps, schedule and data position are counted in"),
         ("algorithm.num_minibatches=2", "algorithm.num_minibatches 1 -> 2"),
         ("learner.optimizer.betas=[0.9, 0.99]", "learner.optimizer.betas [0.9, 0.95] -> [0.9, 0.99]"),
-        ("learner.num_ranks=3", "learner.num_ranks 2 -> 3 (DeepSpeed loads only what the same ranks, ZeRO stage"),
+        (
+            "learner.num_ranks=3",
+            "learner.num_ranks 2 -> 3 (DeepSpeed loads only what was saved with the same ranks, ZeRO stage",
+        ),
         ("data.shuffle=false", "data.shuffle true -> false"),
     ],
 )
 def test_what_may_not_change_is_named(build: Any, tiny_tokenizer: Any, override: str, difference: str) -> None:
     message = refusal(build(), build(override, "num_steps=7"), tiny_tokenizer)
-    assert f"step-000109 is of another run: {difference}" in message
-    assert "; changed too: num_steps 25 -> 7; go back to the old values" in message
+    assert f"step-000109 belongs to another run: {difference}" in message
+    assert "; also changed: num_steps 25 -> 7; restore the old values" in message
 
 
 OWN = """
@@ -171,7 +174,7 @@ def test_a_critic_s_settings_matter_where_there_is_one(build: Any, tiny_tokenize
     betas = "critic.optimizer.betas=[0.8, 0.9]"
     assert "changed" not in resumed(build(), build(betas), tiny_tokenizer)
     message = refusal(build(recipe="ppo_tiny"), build(betas, recipe="ppo_tiny"), tiny_tokenizer)
-    assert "critic.optimizer.betas [0.9, 0.95] -> [0.8, 0.9] (the optimizer's moments were made with it" in message
+    assert "critic.optimizer.betas [0.9, 0.95] -> [0.8, 0.9] (the optimizer's moments were computed with it" in message
 
 
 def test_an_adapted_beta_is_the_checkpoint_s(build: Any, tiny_tokenizer: Any) -> None:
@@ -226,7 +229,7 @@ def test_tokenizer_and_data_are_compared_by_fingerprint(build: Any, tiny_model_d
     assert longer["fingerprints"]["tokenizer"] != retemplated["fingerprints"]["tokenizer"]
     other = build("data.system_prompt=Be brief.")
     now = described(other, AutoTokenizer.from_pretrained(tiny_model_dir), data="d1")
-    expected = r"data d0 -> d1 \(the prompts.*; changed too: data\.system_prompt null -> Be brief\.; go back"
+    expected = r"data d0 -> d1 \(the prompts.*; also changed: data\.system_prompt null -> Be brief\.; restore"
     with pytest.raises(CheckpointError, match=expected):
         check_resume(DIRECTORY, before, now)
 
@@ -319,7 +322,7 @@ def test_another_run_is_refused_before_anything_is_written(
 ) -> None:
     config = build(recipe=recipe)
     before = leave_checkpoint(config, 0)
-    with pytest.raises(CheckpointError, match=f"is of another run: {difference}"):
+    with pytest.raises(CheckpointError, match=f"belongs to another run: {difference}"):
         start(build(override, recipe=recipe))
     assert contents(config) == before
 
@@ -328,7 +331,7 @@ def test_a_checkpoint_that_says_nothing_of_its_run_is_refused(build: Any) -> Non
     config = build()
     with CheckpointStore(config.run_dir, keep=1).writing(3, {"step": 3}):
         pass
-    with pytest.raises(CheckpointError, match=r"does not hold the configuration of its run .*checkpoint\.resume=none"):
+    with pytest.raises(CheckpointError, match=r"lacks the configuration of its run .*checkpoint\.resume=none"):
         start(config)
 
 

@@ -141,7 +141,7 @@ def test_number_match() -> None:
     assert number_match(texts, ["1000", 1000, 2.0, "1", None]) == [1.0, 1.0, 0.0, 0.0, None]
     assert number_match(["3.14"], ["3.1416"], tolerance=0.01) == [1.0]
     assert number_match(["3.14"], ["3.1416"], tolerance=0.001) == [0.0]
-    with pytest.raises(ValueError, match="answer 'seven' holds no number"):
+    with pytest.raises(ValueError, match="answer 'seven' contains no number"):
         number_match(["7"], ["seven"])
 
 
@@ -192,9 +192,12 @@ def test_a_function_does_not_take_the_reward_model_s_name(module_file: Path) -> 
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("exactmatch", "reward.functions[0].path=exactmatch is no built-in function (contains_answer, even_tokens, "),
+        (
+            "exactmatch",
+            "reward.functions[0].path=exactmatch is not a built-in function (contains_answer, even_tokens, ",
+        ),
         ("exactmatch", "use one of them, package.module.function, or path/to/file.py:function"),
-        (".x", "is no built-in function"),
+        (".x", "is not a built-in function"),
         ("nowhere.to.be", "no module 'nowhere'; install it, add its directory to PYTHONPATH, or use path/to/file.py:"),
         ("my_rewards.sub.f", "no module 'my_rewards.sub'"),
         (
@@ -204,7 +207,7 @@ def test_a_function_does_not_take_the_reward_model_s_name(module_file: Path) -> 
         ("my_rewards.constant", "my_rewards.constant is a int, not callable; name a function"),
         ("my_rewards.nothing", "it takes none of prompts, completions, completion_ids by keyword; write it as fn("),
         ("my_rewards.positional", "it takes none of prompts, completions, completion_ids by keyword"),
-        ("broken.f", "importing it failed: ZeroDivisionError: division by zero; correct the module"),
+        ("broken.f", "importing it failed: ZeroDivisionError: division by zero; fix the module"),
         ("needs.f", "importing it failed: ModuleNotFoundError: No module named 'not_installed'"),
         ("{dir}/broken.py:f", "importing it failed: ZeroDivisionError"),
         ("{dir}/syntax.py:f", "importing it failed: SyntaxError"),
@@ -228,7 +231,7 @@ def test_kwargs_that_do_not_fit() -> None:
     with pytest.raises(ConfigError) as caught:
         load("length_penalty", max_token=3)
     assert str(caught.value) == (
-        "reward.functions[0].kwargs.max_token is no argument of length_penalty; it has max_tokens, buffer_tokens"
+        "reward.functions[0].kwargs.max_token is not an argument of length_penalty; it has max_tokens, buffer_tokens"
     )
     with pytest.raises(ConfigError, match=r"kwargs\.prompts would hide what the loop passes as 'prompts'; remove it"):
         load("exact_match", prompts=[])
@@ -237,7 +240,9 @@ def test_kwargs_that_do_not_fit() -> None:
 def test_a_missing_column_is_known_before_the_first_batch() -> None:
     functions = RewardFunctions(load("number_match"), timeout_s=5)
     functions.check_columns(["answer"])
-    with pytest.raises(RewardError, match=r"path=number_match: number_match needs an argument 'answer', which is no "):
+    with pytest.raises(
+        RewardError, match=r"path=number_match: number_match needs an argument 'answer', which is not a "
+    ):
         functions.check_columns(["solution", "level"])
     with pytest.raises(RewardError, match=r"column of the data \(it has none\); rename a column, or set it in kwargs"):
         functions.submit([Prompt(0, [1], "a")], ["b"], [[2]]).result()
@@ -493,7 +498,7 @@ def test_more_abstained_than_allowed_ends_the_run() -> None:
     with pytest.raises(RewardError) as caught:
         Scores({"a": given, "b": [1.0] * 4, "c": given}, {"a": 1.0, "b": 0.0, "c": 2.0}).check_abstained(0.5)
     assert str(caught.value) == (
-        "3 of 4 completions of this step (75%) have no reward: every reward function of nonzero weight (a, c) "
+        "3 of 4 completions of this step (75%) have no reward: every reward function with nonzero weight (a, c) "
         "abstained; return numbers for more of them, drop those prompts, or raise reward.max_abstained=0.5"
     )
     with pytest.raises(RewardError, match="have no reward: all weights are 0; "):
@@ -512,5 +517,5 @@ def test_text_is_asked_for_only_by_functions_that_take_it() -> None:
 
 
 def test_the_allowed_share_is_a_share() -> None:
-    with pytest.raises(ConfigError, match=r"reward\.max_abstained=50\.0 must lie in \[0, 1\]: a share"):
+    with pytest.raises(ConfigError, match=r"reward\.max_abstained=50\.0 must lie in \[0, 1\]: it is a fraction"):
         load_config(ROOT / "conf" / "grpo_tiny.yaml", ["reward.max_abstained=50"])

@@ -215,7 +215,7 @@ def score(completions):
 @pytest.mark.parametrize(
     ("in_the_child", "message"),
     [
-        ("os._exit(7)", r"the process of score ended \(exit code 7\) while it loaded them; correct their modules"),
+        ("os._exit(7)", r"the process of score ended \(exit code 7\) while it loaded them; fix their modules"),
         ("1 / 0", r"path=.*:score: importing it failed: ZeroDivisionError: division by zero"),
     ],
 )

@@ -60,7 +60,7 @@ def test_phrases_are_plain_prompts_of_the_asked_length() -> None:
         (
             "arithmetic",
             {"max_operant": 3},
-            "data.task_args.max_operant is no argument of task:arithmetic; it has num_rows",
+            "data.task_args.max_operant is not an argument of task:arithmetic; it has num_rows",
         ),
         ("arithmetic", {"max_operand": 0}, "data.task_args.max_operand=0 must be an integer at least 1"),
         ("arithmetic", {"max_operand": "9"}, "data.task_args.max_operand='9' must be an integer"),
@@ -86,5 +86,5 @@ def test_errors_name_the_argument_and_what_would_work(name: str, args: dict[str,
 
 
 def test_a_split_without_a_prompt_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="leave task:arithmetic no prompt for the eval split; allow more distinct"):
+    with pytest.raises(ConfigError, match="leave task:arithmetic no prompts for the eval split; allow more distinct"):
         task_rows("arithmetic", {"max_operand": 1, "operations": ["*"]}, split="eval", seed=0)
