@@ -214,22 +214,26 @@ def test_without_any_reward_nothing_is_learnt_or_divided_by_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "ratio", "advantage", "expected"),
+    ("changes", "ratio", "advantage", "expected", "clipped"),
     [
-        ({}, 1.1, 1.0, -1.1),
-        ({}, 1.3, 1.0, 0.0),
-        ({"epsilon_high": 0.4}, 1.3, 1.0, -1.3),
-        ({}, 0.7, -1.0, 0.0),
-        ({"epsilon_low": 0.4}, 0.7, -1.0, 0.7),
-        ({}, 9.0, -1.0, 9.0),
-        ({"delta": 4.0}, 9.0, -1.0, 0.0),
-        ({"dual_clip": 3.0}, 9.0, -1.0, 0.0),
-        ({"loss_type": "cispo", "epsilon_high": 5.0}, 9.0, 1.0, -5.0),
+        ({}, 1.1, 1.0, -1.1, 0),
+        ({}, 1.3, 1.0, 0.0, 1),
+        ({"epsilon_high": 0.4}, 1.3, 1.0, -1.3, 0),
+        ({}, 0.7, -1.0, 0.0, 1),
+        ({"epsilon_low": 0.4}, 0.7, -1.0, 0.7, 0),
+        ({}, 9.0, -1.0, 9.0, 0),
+        ({"delta": 4.0}, 9.0, -1.0, 0.0, 0),
+        ({"dual_clip": 3.0}, 9.0, -1.0, 0.0, 0),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, 5.5, 1.0, -5.0, 1),
     ],
 )
-def test_the_clip_is_as_configured(changes: dict[str, Any], ratio: float, advantage: float, expected: float) -> None:
+def test_the_clip_is_as_configured(
+    changes: dict[str, Any], ratio: float, advantage: float, expected: float, clipped: int
+) -> None:
     of = batch(old_logprobs=less([math.log(ratio)] * 7), advantages=[advantage] * 7)
-    assert by_logprobs(of, **changes) == pytest.approx([expected / 7] * 7, rel=1e-5)
+    (step,), metrics = learn(of, **changes)
+    assert step.gradients[0] == pytest.approx([expected / 7] * 7, rel=1e-5)
+    assert metrics["clip_ratio/region_mean"] == pytest.approx(clipped)
 
 
 def test_the_ratio_is_of_the_configured_level() -> None:
