@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 import torch
 
-from rlhf.algorithms import make_algorithm
+from rlhf.algorithms import Algorithm, make_algorithm
 from rlhf.batch import TrainBatch
 from rlhf.config import ALGORITHMS, AlgorithmConfig, AlgorithmName
 
@@ -67,16 +67,75 @@ def test_rloo_subtracts_the_kl_of_the_whole_completion() -> None:
     assert metrics["kl"] == 1.75
 
 
+@pytest.mark.parametrize(("estimator", "kl"), [("k1", 1.0), ("k2", 0.5), ("k3", math.exp(-1))])
+def test_the_kl_in_the_reward_is_the_estimator_s(estimator: str, kl: float) -> None:
+    of = batch(old_logprobs=torch.full((7,), -1.0), ref_logprobs=torch.full((7,), -2.0), values=torch.zeros(7))
+    for name, key in (("rloo", "kl"), ("ppo", "objective/kl")):
+        _, metrics = make_algorithm(config(name, beta=0.5, kl_estimator=estimator)).assign_advantages(of)
+        assert metrics[key] == pytest.approx(kl * 7 / 4), name
+
+
+def test_grpo_s_rewards_are_not_less_the_kl() -> None:
+    """It is in the loss."""
+    of = batch(old_logprobs=torch.full((7,), -1.0), ref_logprobs=torch.full((7,), -2.0))
+    for name in ("grpo", "reinforce_pp"):
+        done, metrics = make_algorithm(config(name, beta=0.5)).assign_advantages(of)
+        assert done.advantages is not None
+        assert done.advantages.tolist() == advantages(name)
+        assert "kl" not in metrics
+
+
 def test_ppo_by_hand() -> None:
-    algorithm = make_algorithm(
-        AlgorithmConfig(name="ppo", prompts_per_step=4, group_size=1, gamma=1.0, lam=1.0, whiten_advantages=False)
+    values = [0.2, 0.4, 0.6, 0.3, 0.1, 0.5, 0.7]
+    kl = [0.1, 0.2, 0.3, -0.1, 0.4, 0.0, 0.5]
+    of = batch(
+        rewards=torch.tensor([-5.0, 3.0, 0.0, 4.0]),
+        old_logprobs=torch.full((7,), -1.0),
+        ref_logprobs=-1.0 - torch.tensor(kl),
+        values=torch.tensor(values),
     )
-    done, metrics = algorithm.assign_advantages(batch(old_logprobs=torch.zeros(7), values=torch.full((7,), 0.5)))
-    # no reference, no discount: every return is the score, every advantage the score less the value
-    assert done.returns is not None and done.advantages is not None
-    assert done.returns.tolist() == [1, 1, 3, 0, 0, 0, 4]
-    assert done.advantages.tolist() == [0.5, 0.5, 2.5, -0.5, -0.5, -0.5, 3.5]
-    assert metrics["objective/scores"] == 2.0
+    settings = {"reward_clip": 2.0, "missing_eos_penalty": 1.0, "whiten_advantages": False}
+    algorithm = make_algorithm(config("ppo", gamma=0.9, lam=0.5, beta=0.5, **settings))
+    done, metrics = algorithm.assign_advantages(of)
+    # clipped to -2, 2, 0, 2, and the third was cut: scores -2, 2, -1, 2; gamma * lam = 0.45
+    a1 = (-0.1 - 2) - 0.4
+    a0 = (-0.05 + 0.9 * 0.4 - 0.2) + 0.45 * a1
+    b0 = (-0.15 + 2) - 0.6
+    c2 = (0.0 - 1) - 0.5
+    c1 = (-0.2 + 0.9 * 0.5 - 0.1) + 0.45 * c2
+    c0 = (0.05 + 0.9 * 0.1 - 0.3) + 0.45 * c1
+    d0 = (-0.25 + 2) - 0.7
+    expected = [a0, a1, b0, c0, c1, c2, d0]
+    assert done.advantages is not None and done.returns is not None
+    assert done.advantages.tolist() == pytest.approx(expected)
+    assert done.returns.tolist() == pytest.approx([a + v for a, v in zip(expected, values, strict=True)])
+    kl_per_sequence = (0.3 + 0.3 + 0.3 + 0.5) / 4
+    assert metrics == pytest.approx(
+        {
+            "objective/kl": kl_per_sequence,
+            "objective/entropy": (2 + 1 + 3 + 1) / 4,
+            "objective/scores": (-2 + 2 - 1 + 2) / 4,
+            "objective/rlhf_reward": 1 / 4 - 0.5 * kl_per_sequence,
+            "objective/non_score_reward": -0.5 * kl_per_sequence,
+            "objective/kl_coef": 0.5,
+        }
+    )
+
+
+def test_ppo_resumes_with_the_beta_it_had() -> None:
+    of = batch(old_logprobs=torch.full((7,), -1.0), ref_logprobs=torch.full((7,), -2.0), values=torch.zeros(7))
+
+    def fresh() -> Algorithm:
+        return make_algorithm(config("ppo", gamma=1.0, lam=1.0, beta=0.5, kl_target=1.0, kl_horizon=8))
+
+    before, after = fresh(), fresh()
+    before.adapt(of)  # 1.75 nats per completion: the error is clipped to 0.2, for four of a horizon of eight
+    after.load_state_dict(before.state_dict())
+    for algorithm in (before, after):
+        done, metrics = algorithm.assign_advantages(of)
+        assert done.returns is not None
+        assert metrics["objective/kl_coef"] == pytest.approx(0.55)
+        assert done.returns.tolist() == pytest.approx([1 - 1.1, 1 - 0.55, 3 - 0.55, -1.65, -1.1, -0.55, 4 - 0.55])
 
 
 MISSING_FIRST = torch.tensor([math.nan, 3.0, 0.0, 4.0])

@@ -1,56 +1,159 @@
-"""Which tokens have a part in the losses: none of a completion without reward, whatever else is masked."""
+"""What policy and critic learn from a batch, token by token and by hand: on an engine whose model is a table."""
 
 import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from rlhf.batch import TrainBatch
+from rlhf.batch import TrainBatch, merge_scores
 from rlhf.config import AlgorithmConfig
-from rlhf.training.learner import BatchLearner, PolicyLearner, ValueLearner
+from rlhf.training.engine import LossFn, add_stat
+from rlhf.training.learner import PolicyLearner, ValueLearner
 
-NO_ENGINE: Any = None  # what is computed here needs none
+NAN = math.nan
+LOGPROBS = [-0.1, -0.2, -0.3, -0.4, -0.5, -0.6, -0.7]
+ENTROPY = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+ADVANTAGES = [1.0, 1.0, -1.0, 2.0, 2.0, 2.0, -2.0]
 
 
-def batch(rewards: list[float] | None) -> TrainBatch:
-    """Completions of 2, 1, 3 and 1 tokens; the third was truncated."""
-    generator = torch.Generator().manual_seed(0)
-    logprobs = {
-        name: -torch.rand(7, generator=generator) for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs")
-    }
+@dataclass(frozen=True)
+class Step:
+    """An optimiser step: the completion tokens of each micro-batch, and the gradient by each column of the table."""
+
+    tokens: list[list[int]]
+    gradients: list[list[float]]
+
+
+class TableEngine:
+    """One rank's engine. What its model says of a completion token is that token's row of a table.
+
+    In ``batch`` a completion token's id is its place among them all: gradients by row are gradients by token.
+    """
+
+    def __init__(
+        self,
+        *columns: list[float],
+        learning_rate: float = 0.0,
+        micro_batch_tokens: int = 64,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.columns = [torch.tensor(column) for column in columns]
+        self.config = SimpleNamespace(micro_batch_tokens=micro_batch_tokens)
+        self.model = SimpleNamespace(lm=SimpleNamespace(config=SimpleNamespace(hidden_size=8)))
+        self.learning_rate, self.rank, self.world_size = learning_rate, rank, world_size
+        self.steps: list[Step] = []
+
+    def forward(self, micro_batches: Sequence[TrainBatch | None], pick: Any, *, share_prompts: bool) -> list[Tensor]:
+        return [pick(output_of(self.columns, batch)) for batch in micro_batches if batch is not None]
+
+    def release_gathered(self) -> None:
+        pass
+
+    def step(
+        self, micro_batches: Sequence[TrainBatch | None], loss_fn: LossFn, *, share_prompts: bool
+    ) -> dict[str, float]:
+        """Down the plain gradient."""
+        batches = [batch for batch in micro_batches if batch is not None]
+        columns = [column.clone().requires_grad_() for column in self.columns]
+        losses, stats = [0.0 * column.sum() for column in columns], {}
+        for batch in batches:
+            loss, parts = loss_fn(output_of(columns, batch), batch)
+            losses.append(loss)
+            for name, value in parts.items():
+                add_stat(stats, name, value.item())
+        gradients = torch.autograd.grad(total := torch.stack(losses).sum(), columns)
+        self.columns = [c - self.learning_rate * g for c, g in zip(self.columns, gradients, strict=True)]
+        self.steps.append(Step([answers(batch).tolist() for batch in batches], [g.tolist() for g in gradients]))
+        return {**stats, "loss": total.item(), "grad_norm": 1.0, "learning_rate": 0.5, "skipped": 0.0}
+
+
+def answers(batch: TrainBatch) -> Tensor:
+    """int64 [N]: the completion tokens of a batch."""
+    sequences = batch.tokens.split(batch.sequence_lengths.tolist())
+    return torch.cat([tokens[n:] for tokens, n in zip(sequences, batch.prompt_lengths.tolist(), strict=True)])
+
+
+def output_of(columns: list[Tensor], batch: TrainBatch) -> Any:
+    """(log-probabilities, entropies), or the values of a critic, whose table has one column."""
+    rows = [column[answers(batch)] for column in columns]
+    return tuple(rows) if len(rows) > 1 else rows[0]
+
+
+def batch(rewards: Sequence[float] | None = None, **tensors: Sequence[float] | Sequence[bool]) -> TrainBatch:
+    """Two groups, of completions of 2 and 1, and of 3 and 1 tokens; the third was truncated."""
     return TrainBatch(
-        tokens=torch.zeros(11, dtype=torch.long),
+        tokens=torch.tensor([7, 0, 1, 7, 2, 8, 3, 4, 5, 8, 6]),
         prompt_lengths=torch.ones(4, dtype=torch.long),
         completion_lengths=torch.tensor([2, 1, 3, 1]),
         truncated=torch.tensor([False, False, True, False]),
         versions=torch.zeros(7, dtype=torch.int32),
         rewards=None if rewards is None else torch.tensor(rewards),
-        advantages=torch.ones(7),
-        returns=torch.ones(7),
-        values=torch.zeros(7),
-        **logprobs,
-    )
+    ).with_(**{name: torch.tensor(values) for name, values in {"advantages": ADVANTAGES, **tensors}.items()})
+
+
+def less(logs: Sequence[float], values: Sequence[float] = LOGPROBS) -> list[float]:
+    return [value - log for value, log in zip(values, logs, strict=True)]
 
 
 def config(**changes: Any) -> AlgorithmConfig:
-    return AlgorithmConfig(prompts_per_step=2, group_size=2, **changes)
+    return AlgorithmConfig(**{"prompts_per_step": 2, "group_size": 2, **changes})
 
 
-def policy(**changes: Any) -> PolicyLearner:
-    return PolicyLearner(NO_ENGINE, config(**changes), seed=0, max_completion_tokens=4)
+def policy(engine: Any, *, seed: int = 0, **changes: Any) -> PolicyLearner:
+    return PolicyLearner(engine, config(**changes), seed=seed, max_completion_tokens=4)
 
 
-def steps_of(learner: BatchLearner, of: TrainBatch, monkeypatch: pytest.MonkeyPatch) -> list[TrainBatch]:
-    """The optimiser steps of an update, with their weights."""
-    taken: list[TrainBatch] = []
-    monkeypatch.setattr(learner, "_optimise", lambda steps, make_loss: taken.extend(steps) or {})
-    learner.update(of, 0)  # type: ignore[attr-defined]
-    return taken
+def critic(engine: Any, *, seed: int = 0, **changes: Any) -> ValueLearner:
+    return ValueLearner(engine, config(name="ppo", **changes), seed=seed, max_completion_tokens=4)
 
 
-NAN = math.nan
+def learn(
+    of: TrainBatch, *, entropy: list[float] = ENTROPY, learning_rate: float = 0.0, **changes: Any
+) -> tuple[list[Step], dict[str, float]]:
+    """The optimiser steps of a policy's update, and its metrics."""
+    engine = TableEngine(LOGPROBS, entropy, learning_rate=learning_rate)
+    metrics = policy(engine, **changes).update(of, 0)
+    return engine.steps, metrics
+
+
+def by_logprobs(of: TrainBatch, **changes: Any) -> list[float]:
+    """The gradient of an update of one optimiser step."""
+    (step,), _ = learn(of, **changes)
+    return step.gradients[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    """Of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# ---- what an optimiser step is made of
+
+
+@pytest.mark.parametrize(("num_ranks", "micro_batch_tokens"), [(1, 64), (1, 4), (2, 64), (3, 4), (5, 64)])
+def test_every_token_counts_once_however_it_is_spread(num_ranks: int, micro_batch_tokens: int) -> None:
+    engines = [
+        TableEngine(LOGPROBS, ENTROPY, rank=rank, world_size=num_ranks, micro_batch_tokens=micro_batch_tokens)
+        for rank in range(num_ranks)
+    ]
+    metrics = [policy(engine).update(batch(), 0) for engine in engines]
+    gradients = [sum(parts) for parts in zip(*(e.steps[0].gradients[0] for e in engines), strict=True)]
+    assert gradients == pytest.approx([-a / 7 for a in ADVANTAGES])
+    expected = {"loss": -5 / 7, "ratio": 1, "approx_kl": 0, "entropy": 4, "clip_ratio/region_mean": 0}
+    for name, value in expected.items():
+        assert sum(of_rank.get(name, 0) for of_rank in metrics) == pytest.approx(value), name
+    whole = merge_scores(batch(), [policy(engine).score(batch()) for engine in engines])
+    assert whole.tolist() == pytest.approx(LOGPROBS)
 
 
 @pytest.mark.parametrize(
@@ -66,79 +169,191 @@ NAN = math.nan
         ([NAN] * 4, {}, [0] * 7),
     ],
 )
-def test_policy_weights_of_completions_without_reward_are_zero(monkeypatch, rewards, changes, expected) -> None:
-    (step,) = steps_of(policy(**changes), batch(rewards), monkeypatch)
-    assert step.loss_weights is not None
-    assert step.loss_weights.tolist() == pytest.approx(expected)
+def test_the_weight_of_a_token(rewards: list[float] | None, changes: dict[str, Any], expected: list[float]) -> None:
+    found = by_logprobs(batch(rewards, advantages=[1.0] * 7), **changes)
+    assert found == pytest.approx([-weight for weight in expected])
 
 
-def test_critic_weights_of_completions_without_reward_are_zero(monkeypatch) -> None:
-    for rewards, expected in (
-        ([1.0, 0.0, 0.0, 1.0], [1 / 7] * 7),
-        ([1.0, NAN, NAN, 1.0], [1 / 3, 1 / 3, 0, 0, 0, 0, 1 / 3]),
-        ([NAN] * 4, [0] * 7),
-    ):
-        learner = ValueLearner(NO_ENGINE, config(), seed=0, max_completion_tokens=4)
-        (step,) = steps_of(learner, batch(rewards), monkeypatch)
-        assert step.loss_weights is not None
-        assert step.loss_weights.tolist() == pytest.approx(expected)
-        loss, stats = learner._loss(torch.zeros(7), step)
-        assert loss.item() == pytest.approx(0.5 * sum(expected))
-        assert stats["value/clip_ratio"].isfinite()
+@pytest.mark.parametrize(
+    ("rewards", "changes"), [(None, {"mask_truncated_completions": True}), ([0.0, 1.0, NAN, 1.0], {})]
+)
+def test_loss_and_metrics_are_of_the_tokens_that_count(rewards: list[float] | None, changes: dict[str, Any]) -> None:
+    """The third completion, whose numbers are wild, does not."""
+    half, two, wild = math.log(0.5), math.log(2), math.log(100)
+    old = less([half, two, two, wild, -wild, wild, 0.0])
+    reference = [*old[:3], -9.0, -9.0, -9.0, old[6]]
+    of = batch(rewards, old_logprobs=old, ref_logprobs=reference, advantages=[-1.0, 1.0, -1.0, 9.0, -9.0, 9.0, 1.0])
+    entropy = [1.0, 2.0, 3.0, 50.0, 50.0, 50.0, 6.0]
+    (step,), metrics = learn(of, entropy=entropy, beta=0.1, kl_bias_correction=False, **changes)
+    # k3 = 1 / r - 1 + log r, at r = 0.5, 2, 2, 1; its gradient 1 - 1 / r
+    kl = (2 - 1 - two) + 2 * (0.5 - 1 + two)
+    assert step.gradients[0] == pytest.approx([-0.1 / 4, 0.05 / 4, 2 / 4 + 0.05 / 4, 0, 0, 0, -1 / 4])
+    assert metrics == pytest.approx(
+        {
+            "loss": (0.8 - 1.2 + 2 - 1 + 0.1 * kl) / 4,  # clipped below, clipped above, never clipped, as it is
+            "ratio": (0.5 + 2 + 2 + 1) / 4,
+            "approx_kl": 3 * two**2 / 2 / 4,
+            "kl": kl / 4,
+            "entropy": (1 + 2 + 3 + 6) / 4,
+            "clip_ratio/low_mean": 1 / 4,
+            "clip_ratio/high_mean": 1 / 4,
+            "clip_ratio/region_mean": 2 / 4,
+            "grad_norm": 1.0,
+            "learning_rate": 0.5,
+        },
+        abs=1e-6,
+    )
 
 
-EVERYTHING = {
-    "beta": 0.1,
-    "entropy_coef": 0.01,
-    "rollout_correction": "sequence_truncate",
-    "importance_sampling_level": "sequence",
-}
+def test_without_any_reward_nothing_is_learnt_or_divided_by_zero() -> None:
+    everything = {"beta": 0.1, "entropy_coef": 0.01, "rollout_correction": "sequence_truncate"}
+    of = batch([NAN] * 4, ref_logprobs=less([0.1] * 7), rollout_logprobs=less([0.2] * 7))
+    (step,), metrics = learn(of, **everything, importance_sampling_level="sequence")
+    assert step.gradients == [[0] * 7] * 2
+    assert not any(metrics[name] for name in ("loss", "ratio", "approx_kl", "kl", "entropy"))
 
 
-def loss_of(rewards: list[float], monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and stats; with the gradient of log-probabilities and entropies among the stats."""
-    learner = policy(**EVERYTHING)
-    (step,) = steps_of(learner, batch(rewards), monkeypatch)
-    assert step.loss_weights is not None
-    logprobs = torch.full((7,), -0.7, requires_grad=True)
-    entropy = torch.full((7,), 2.0, requires_grad=True)
-    loss, stats = learner._loss((logprobs, entropy), step, int((step.loss_weights != 0).sum()), 0)
-    by_logprobs, by_entropy = torch.autograd.grad(loss, (logprobs, entropy))
-    return loss, {**stats, "by_logprobs": by_logprobs, "by_entropy": by_entropy}
+@pytest.mark.parametrize(
+    ("changes", "ratio", "advantage", "expected", "clipped"),
+    [
+        ({}, 1.1, 1.0, -1.1, 0),
+        ({}, 1.3, 1.0, 0.0, 1),
+        ({"epsilon_high": 0.4}, 1.3, 1.0, -1.3, 0),
+        ({}, 0.7, -1.0, 0.0, 1),
+        ({"epsilon_low": 0.4}, 0.7, -1.0, 0.7, 0),
+        ({}, 9.0, -1.0, 9.0, 0),
+        ({"delta": 4.0}, 9.0, -1.0, 0.0, 0),
+        ({"dual_clip": 3.0}, 9.0, -1.0, 0.0, 0),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, 5.5, 1.0, -5.0, 1),
+    ],
+)
+def test_the_clip_is_as_configured(
+    changes: dict[str, Any], ratio: float, advantage: float, expected: float, clipped: int
+) -> None:
+    of = batch(old_logprobs=less([math.log(ratio)] * 7), advantages=[advantage] * 7)
+    (step,), metrics = learn(of, **changes)
+    assert step.gradients[0] == pytest.approx([expected / 7] * 7, rel=1e-5)
+    assert metrics["clip_ratio/region_mean"] == pytest.approx(clipped)
 
 
-def test_loss_stats_and_gradient_are_those_of_the_completions_with_a_reward(monkeypatch) -> None:
-    loss, stats = loss_of([1.0, 0.0, NAN, 1.0], monkeypatch)
-    assert not stats["by_logprobs"][3:6].any() and not stats["by_entropy"][3:6].any()
-    assert stats["by_logprobs"][:3].all() and stats["by_entropy"][:3].all()
-    assert stats["entropy"].item() == pytest.approx(2.0)
-    # as if the third had never been sampled
-    learner = policy(**EVERYTHING)
-    (step,) = steps_of(learner, batch([1.0, 0.0, 0.0, 1.0]).select([0, 1, 3]), monkeypatch)
-    without, stats_without = learner._loss((torch.full((4,), -0.7), torch.full((4,), 2.0)), step, 4, 0)
-    assert loss.item() == pytest.approx(without.item())
-    for name, value in stats_without.items():
-        assert stats[name].item() == pytest.approx(value.item()), name
+def test_the_ratio_is_of_the_configured_level() -> None:
+    # log-ratios with a mean of 0.1 in every completion
+    of = batch(old_logprobs=less([0.3, -0.1, 0.1, 0.3, 0.0, 0.0, 0.1]), advantages=[1.0] * 7)
+    whole = by_logprobs(of, importance_sampling_level="sequence")
+    assert whole == pytest.approx([-math.exp(0.1) / 7] * 7)
+    one, low = math.exp(0.1), math.exp(-0.1)  # exp(0.3) is clipped
+    assert by_logprobs(of) == pytest.approx([-x / 7 for x in (0, low, one, 0, 1, 1, one)])
+    # rloo: the completion as one action, of ratio exp(sum), and each of the four counts alike
+    found = by_logprobs(of, name="rloo", loss_type="rloo", epsilon_high=0.5)
+    assert found == pytest.approx([-math.exp(x) / 4 for x in (0.2, 0.2, 0.1, 0.3, 0.3, 0.3, 0.1)])
 
 
-def test_without_any_reward_nothing_is_divided_by_zero(monkeypatch) -> None:
-    loss, stats = loss_of([NAN] * 4, monkeypatch)
-    assert loss.item() == 0.0
-    assert all(not value.any() for value in stats.values()), stats
+def test_the_kl_is_in_the_loss_unless_it_is_in_the_reward() -> None:
+    gap = [0.1, -0.2, 0.3, 0.0, 0.5, -0.1, 0.2]
+    of = batch(ref_logprobs=less(gap))
+    (step,), metrics = learn(of, beta=0.5)
+    # with the ratio the gradient of k3 is log(pi / ref) on-policy; bare it is 1 - ref / pi
+    assert step.gradients[0] == pytest.approx([(0.5 * g - a) / 7 for a, g in zip(ADVANTAGES, gap, strict=True)])
+    assert metrics["kl"] == pytest.approx(sum(math.exp(-g) - 1 + g for g in gap) / 7)
+    bare = by_logprobs(of, beta=0.5, kl_bias_correction=False)
+    assert bare == pytest.approx([(0.5 * (1 - math.exp(-g)) - a) / 7 for a, g in zip(ADVANTAGES, gap, strict=True)])
+    for name in ("rloo", "ppo"):
+        (step,), metrics = learn(of, name=name, beta=0.5)
+        assert step.gradients[0] == pytest.approx([-a / 7 for a in ADVANTAGES]), name
+        assert "kl" not in metrics
 
 
-def test_policy_and_critic_see_the_same_mini_batches_in_every_step() -> None:
-    whole = batch(None).with_(tokens=torch.arange(11))
+def test_entropy_is_rewarded() -> None:
+    (step,), metrics = learn(batch([NAN, 0.0, 1.0, 1.0]), entropy_coef=0.3)
+    assert step.gradients[1] == pytest.approx([0, 0, *[-0.3 / 5] * 5])
+    # -(-1 + 2 + 2 + 2 - 2) / 5 of the surrogate; entropies 3 to 7
+    assert metrics["loss"] == pytest.approx(-3 / 5 - 0.3 * 5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rollout_correction": "auto"}, [1, 1, 1, 1, 1, 1, 1]),
+        ({"rollout_correction": "none"}, [1, 1, 1, 1, 1, 1, 1]),
+        ({"rollout_correction": "token_truncate"}, [2, 0.5, 0.25, 1, 1, 1, 2]),
+        ({"rollout_correction": "token_truncate", "rollout_correction_floor": 0.3}, [2, 0.5, 0.3, 1, 1, 1, 2]),
+        ({"rollout_correction": "token_mask"}, [0, 0.5, 0.25, 1, 1, 1, 0]),
+        ({"rollout_correction": "token_mask", "rollout_correction_floor": 0.3}, [0, 0.5, 0, 1, 1, 1, 0]),
+        ({"rollout_correction": "sequence_truncate"}, [1.5, 1.5, 0.25, 1, 1, 1, 2]),
+        ({"rollout_correction": "sequence_mask", "rollout_correction_cap": 10.0}, [1.5, 1.5, 0.25, 1, 1, 1, 9]),
+    ],
+)
+def test_the_sampler_s_own_numerics_are_corrected(changes: dict[str, Any], expected: list[float]) -> None:
+    gap = [math.log(ratio) for ratio in (3.0, 0.5, 0.25, 1.0, 1.0, 1.0, 9.0)]
+    found = by_logprobs(batch(rollout_logprobs=less(gap)), **changes)
+    assert found == pytest.approx([-a * x / 7 for a, x in zip(ADVANTAGES, expected, strict=True)], rel=1e-5)
+
+
+# ---- several optimiser steps
+
+
+def test_ratios_are_to_the_policy_before_the_first_step() -> None:
+    # the first step moves every log-probability by 0.7 * advantage / 7
+    steps, metrics = learn(batch(), num_epochs=2, learning_rate=0.7)
+    first, second = (step.gradients[0] for step in steps)
+    assert first == pytest.approx([-a / 7 for a in ADVANTAGES])
+    up, down, far = math.exp(0.1), math.exp(-0.1), math.exp(-0.2)
+    assert second == pytest.approx([-up / 7, -up / 7, down / 7, 0, 0, 0, 2 * far / 7]), "exp(0.2) is clipped"
+    assert metrics["ratio"] == pytest.approx((1 + (2 * up + down + 3 * math.exp(0.2) + far) / 7) / 2)
+    assert metrics["clip_ratio/high_mean"] == pytest.approx((0 + 3 / 7) / 2)
+    assert metrics["approx_kl"] == pytest.approx((0 + (3 * 0.1**2 + 4 * 0.2**2) / 2 / 7) / 2)
+
+
+def test_log_probabilities_that_are_there_are_not_scored_again() -> None:
+    _, metrics = learn(batch(old_logprobs=less([math.log(1.1)] * 7)), num_epochs=2)
+    assert metrics["ratio"] == pytest.approx(1.1)
+
+
+def test_only_the_most_uncertain_of_the_tokens_that_count_are_trained_on() -> None:
+    settings = {"top_entropy_quantile": 0.5, "mask_truncated_completions": True}
+    (step,), metrics = learn(batch(), entropy=[0.1, 0.9, 0.5, 9.0, 9.0, 9.0, 0.7], **settings)
+    assert step.gradients[0] == pytest.approx([0, -1 / 4, 0, 0, 0, 0, 2 / 4])
+    assert metrics["ratio"] == pytest.approx(1), "of all four that count"
+    # together with log-probabilities from before: theirs are not replaced
+    of = batch(old_logprobs=less([math.log(1.1)] * 7))
+    _, metrics = learn(of, entropy=[0.1, 0.9, 0.5, 9.0, 9.0, 9.0, 0.7], **settings)
+    assert metrics["ratio"] == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2, 4])
+def test_the_difference_to_the_sampler_is_of_all_tokens_compared(num_minibatches: int) -> None:
+    of = batch(
+        rollout_logprobs=less([0.1, -0.3, 5.0, NAN, NAN, NAN, 0.2]),
+        compared=[True, True, False, False, False, False, True],
+    )
+    _, metrics = learn(of, num_minibatches=num_minibatches)
+    assert metrics["sampling/logprob_difference_mean"] == pytest.approx((0.1 + 0.3 + 0.2) / 3)
+    assert metrics["sampling/logprob_difference_max"] == pytest.approx(0.3)
+    assert not any(name.startswith("sampling/") for name in learn(batch(), num_minibatches=num_minibatches)[1])
+
+
+def test_policy_and_critic_see_the_same_mini_batches_shuffled_anew_for_every_epoch_and_step() -> None:
     settings = {"num_minibatches": 2, "num_epochs": 3}
-    learners = [
-        kind(NO_ENGINE, config(**settings), seed=5, max_completion_tokens=4) for kind in (PolicyLearner, ValueLearner)
-    ]
-    orders = []
-    for step in range(4):
-        policy, critic = ([part.tokens.tolist() for part in learner._steps(whole, step)] for learner in learners)
-        assert policy == critic and len(policy) == 6
-        orders.append(policy)
-    assert len({str(order) for order in orders}) == 4, "each training step shuffles anew"
+
+    def sequences(learner: Any, engine: TableEngine, step: int) -> list[tuple[int, ...]]:
+        engine.steps.clear()
+        learner.update(batch(values=[0.0] * 7, returns=[0.0] * 7), step)
+        return [tuple(sorted(t for tokens in taken.tokens for t in tokens)) for taken in engine.steps]
+
+    def orders(seed: int) -> list[list[tuple[int, ...]]]:
+        engines = TableEngine(LOGPROBS, ENTROPY), TableEngine(LOGPROBS)
+        learners = policy(engines[0], seed=seed, **settings), critic(engines[1], seed=seed, **settings)
+        seen = [[sequences(*pair, step) for pair in zip(learners, engines, strict=True)] for step in range(4)]
+        assert all(of_policy == of_critic for of_policy, of_critic in seen)
+        return [of_policy for of_policy, _ in seen]
+
+    of_steps = orders(seed=5)
+    for order in of_steps:
+        epochs = [order[i : i + 2] for i in (0, 2, 4)]
+        assert all(sorted(first + second) == list(range(7)) for first, second in epochs)
+    assert any(order[0:2] != order[2:4] for order in of_steps), "each epoch shuffles anew"
+    assert len({str(order) for order in of_steps}) == 4, "each training step shuffles anew"
+    assert of_steps == orders(seed=5) != orders(seed=6)
 
 
 def test_a_step_that_was_not_taken_has_no_part_in_the_metrics() -> None:
@@ -149,12 +364,10 @@ def test_a_step_that_was_not_taken_has_no_part_in_the_metrics() -> None:
     ]
 
     def metrics_of(*chosen: int) -> dict[str, float]:
+        engine = TableEngine(LOGPROBS, ENTROPY)
         left = [dict(results[i]) for i in chosen]
-        engine: Any = SimpleNamespace(step=lambda *_, **__: left.pop(0))
-        learner = PolicyLearner(engine, config(), seed=0, max_completion_tokens=4)
-        learner._micro_batches = lambda *_, **__: []  # type: ignore[method-assign]
-        part = batch(None).with_(loss_weights=torch.ones(7))
-        return learner._optimise([part] * len(left), lambda _: NO_ENGINE)
+        engine.step = lambda *_, **__: left.pop(0)  # type: ignore[method-assign]
+        return policy(engine, num_epochs=len(chosen)).update(batch(), 0)
 
     assert metrics_of(0, 2) == {
         "loss": 2.0,
@@ -166,3 +379,52 @@ def test_a_step_that_was_not_taken_has_no_part_in_the_metrics() -> None:
     report["skipped/grad_norm"] = math.inf
     assert metrics_of(0, 1, 2) == {"loss": 2.0, "gap_max": 3.0, "grad_norm": 3.0, **report}
     assert math.isnan(metrics_of(1)["loss"])
+
+
+# ---- PPO: the names of its metrics, and its critic
+
+
+def test_ppo_s_metrics_have_trl_s_names() -> None:
+    _, metrics = learn(batch(), name="ppo")
+    assert metrics.keys() == {
+        *("loss/policy_avg", "policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg", "val/ratio", "lr"),
+        *("clip_ratio/low_mean", "clip_ratio/high_mean", "grad_norm"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([1.0, 0.0, 0.0, 1.0], [1 / 7] * 7),
+        ([1.0, NAN, NAN, 1.0], [1 / 3, 1 / 3, 0, 0, 0, 0, 1 / 3]),
+        ([NAN] * 4, [0] * 7),
+    ],
+)
+def test_the_critic_learns_of_all_completions_with_a_reward(rewards: list[float], expected: list[float]) -> None:
+    """Of truncated ones too, whatever the policy does with them."""
+    engine = TableEngine([0.0] * 7)
+    of = batch(rewards, values=[0.0] * 7, returns=[1.0] * 7)
+    metrics = critic(engine, mask_truncated_completions=True).update(of, 0)
+    assert engine.steps[0].gradients[0] == pytest.approx([-weight for weight in expected])
+    assert metrics["loss/value_avg"] == pytest.approx(0.5 * sum(expected))
+
+
+def test_the_critic_s_regression_is_clipped_around_its_old_values() -> None:
+    engine = TableEngine([1.0, 3.0, 1.5, 9.0, 9.0, 9.0, 2.5])
+    of = batch(
+        [1.0, 1.0, NAN, 1.0],
+        values=[1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0],
+        returns=[2.0, 2.0, 0.0, 0.0, 0.0, 0.0, 3.0],
+    )
+    metrics = critic(engine, value_clip=0.2).update(of, 0)
+    # clipped to 1, 1.2, 1.2 and 1.2; squared errors 1, 1, 2.25, 0.25, clipped 1, 0.64, 1.44, 3.24
+    assert engine.steps[0].gradients[0] == pytest.approx([-1 / 4, 1 / 4, 1.5 / 4, 0, 0, 0, 0])
+    assert metrics == pytest.approx(
+        {
+            "loss/value_avg": 0.5 * (1 + 1 + 2.25 + 3.24) / 4,
+            "val/clipfrac_avg": 1 / 4,
+            "critic/grad_norm": 1.0,
+            "critic/learning_rate": 0.5,
+        }
+    )
+    assert merge_scores(of, [critic(engine).score(of)]).tolist() == [1.0, 3.0, 1.5, 9.0, 9.0, 9.0, 2.5]

@@ -59,6 +59,12 @@ def test_plan_is_tight_and_balanced() -> None:
     assert all(len(micro) == 8 for rank in plan for micro in rank)
 
 
+def test_micro_batches_that_run_at_the_same_time_cost_about_the_same() -> None:
+    # longest first into the cheapest of four: 60, 50, 45 and 40 + 35, which costs most
+    plan = plan_micro_batches(whole([60, 50, 45, 40, 35]), num_ranks=2, token_budget=100, hidden_size=64)
+    assert list(zip(*plan, strict=True)) == [([3, 4], [0]), ([1], [2])]
+
+
 def test_long_sequences_are_weighed_by_attention() -> None:
     # one long sequence costs more than its tokens in short ones: they must not share it out by token count
     lengths = [4000, *[100] * 40]
