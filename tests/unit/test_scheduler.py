@@ -60,6 +60,18 @@ def test_a_worker_is_as_fast_as_its_kind_until_it_has_been_measured() -> None:
     assert [counts.count(worker) for worker in range(5)] == [10, 30, 10, 30, 20], "of a new kind: as fast as the mean"
 
 
+def test_paces_and_lengths_are_remembered() -> None:
+    scheduler = live_scheduler(8)
+    scheduler.measured(0, 30.0)
+    scheduler.measured(0, 10.0)
+    assert scheduler.workers[0].pace == pytest.approx(0.7 * 30 + 0.3 * 10)
+    group = scheduler.enqueue(prompt_id=0, prompt_tokens=5, num_samples=3)
+    scheduler.dispatch()
+    assert scheduler.outstanding_tokens(scheduler.workers[0]) == 5 + 3 * 10
+    scheduler.sample_done(group, 0, num_tokens=110)
+    assert scheduler.outstanding_tokens(scheduler.workers[0]) == pytest.approx(5 + 2 * (0.98 * 10 + 0.02 * 110))
+
+
 def test_a_full_worker_takes_no_more_and_an_empty_one_takes_anything() -> None:
     scheduler = live_scheduler(4)
     first, second = (scheduler.enqueue(prompt_id=0, prompt_tokens=1, num_samples=6) for _ in range(2))
@@ -194,6 +206,8 @@ def test_an_idle_worker_takes_over_what_it_has_room_for_oldest_first() -> None:
     scheduler.measured(1, 100.0)
     queued = scheduler.enqueue(prompt_id=0, prompt_tokens=1, num_samples=1)
     assert scheduler.take_over() == [], "queued groups go first"
+    assert scheduler.dispatch() == [Assignment(1, queued, (0,))]
+    assert scheduler.take_over() == [], "it has work of its own"
     scheduler.sample_done(queued, 0, num_tokens=1)
     assert [(a.worker, a.group) for a in scheduler.take_over()] == [(1, groups[0]), (1, groups[1])]
 

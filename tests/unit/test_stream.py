@@ -7,9 +7,12 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,7 +46,7 @@ class Counting:
     taken: int = 0
 
     def at(self, position: int) -> Prompt:
-        return Prompt(id=position, token_ids=[1], text="")
+        return Prompt(id=position, token_ids=[1 + position], text="")
 
     def take(self, count: int) -> list[Prompt]:
         self.taken += count
@@ -122,6 +125,24 @@ def test_on_policy_takes_exactly_its_prompts_in_their_order() -> None:
         assert batch.packed.versions.unique().tolist() == [step]
         assert prompts.taken == 4 * step + 4
         assert len(batch.scores.given["right"]) == 8
+
+
+def test_every_group_has_its_own_scores_and_reference_however_many_finish_together() -> None:
+    reward: Any = SimpleNamespace(
+        score_groups=lambda groups: Done(
+            [Scores({"r": [10.0 * r.prompt.id + r.sample_index for r in group]}, {"r": 1.0}) for group in groups]
+        )
+    )
+    reference: Any = SimpleNamespace(
+        score=lambda batches: Done([torch.full((b.num_completion_tokens,), -float(b.tokens[0])) for b in batches])
+    )
+    prompts: Any = Counting()
+    pool: Any = Pool(Random(0))
+    stream = GroupStream(prompts, pool, reward, reference, config(8), nullcontext)
+    batch = stream.next_batch(0)
+    assert batch.scores.given["r"] == [10.0 * group + sample for group in range(8) for sample in range(GROUP)]
+    assert batch.ref_logprobs is not None
+    assert batch.ref_logprobs.tolist() == [-1.0 - group for group in range(8) for _ in range(GROUP)]
 
 
 def test_some_groups_of_some_steps_are_compared_with_the_learner_each_place_in_its_turn() -> None:
