@@ -193,7 +193,7 @@ def test_a_worker_on_its_way_out_is_not_kept_for_a_publish(setting: MakeSetting)
     assert metrics["pool/replaced_workers"] == 0
     assert given.factory.ended == [1] and len(given.actors[1].given("commit")) == 1
     assert set(given.actors[0].requests()) == {*keys(ids[0], 2), *keys(ids[1], 2)}, "its work is done by another"
-    assert given.notes == ["rollout pool: 2 -> 1 default worker(s): asked for by rlhf scale"]
+    assert given.notes == ["rollout pool: 2 -> 1 default worker(s): requested by rlhf scale"]
 
 
 def test_a_model_that_a_publish_cannot_fill_ends_the_run(setting: MakeSetting) -> None:

@@ -97,9 +97,9 @@ def test_a_late_worker_takes_half_of_the_time_left(clock: Clock, members: list[M
 @pytest.mark.parametrize(
     ("received", "said"),
     [
-        ([SENT, [4, 6]], r"process 1: weight version 7 arrived changed in bucket\(s\) \[1\] of 2 \(2 received\)"),
-        ([[9, 9], SENT], r"process 0: weight version 7 arrived changed in bucket\(s\) \[0, 1\] of 2 \(2 received\)"),
-        ([SENT, [4]], r"process 1: weight version 7 arrived changed in bucket\(s\) \[\] of 2 \(1 received\)"),
+        ([SENT, [4, 6]], r"process 1: weight version 7 arrived corrupted in bucket\(s\) \[1\] of 2 \(2 received\)"),
+        ([[9, 9], SENT], r"process 0: weight version 7 arrived corrupted in bucket\(s\) \[0, 1\] of 2 \(2 received\)"),
+        ([SENT, [4]], r"process 1: weight version 7 arrived corrupted in bucket\(s\) \[\] of 2 \(1 received\)"),
     ],
 )
 def test_other_weights_than_were_sent_are_not_committed(

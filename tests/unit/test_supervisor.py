@@ -283,7 +283,7 @@ def test_the_run_ends_when_workers_in_a_row_die_of_the_same_prompt(crew: MakeCre
     pool.die(0)
     pool.come_up()
     pool.scheduler.dispatch()
-    with pytest.raises(ActorError, match="2 workers in a row failed while they sampled prompt 7"):
+    with pytest.raises(ActorError, match="2 workers in a row failed while sampling prompt 7"):
         pool.die(1)
     assert pool.factory.ended == [0, 1]
 
