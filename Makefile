@@ -9,7 +9,7 @@ MODEL ?= smollm2
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: help setup train test test-long chaos lint format clean distclean
+.PHONY: help setup train test test-long chaos mutants lint format clean distclean
 
 help: ## Show this list
 	@echo "usage: make TARGET"
@@ -34,6 +34,9 @@ test-long: setup ## Run more whole runs (about 12 minutes); CI runs both
 
 chaos: setup ## Kill 50 rollout workers of a run at random moments (a quarter of an hour)
 	@env -u RAY_ADDRESS OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ray/test_pool.py -m chaos -s $(ARGS)
+
+mutants: setup ## Make known faults one at a time, and see that the tests notice; ARGS='ppo' selects by name
+	@env -u RAY_ADDRESS OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants $(ARGS)
 
 lint: setup ## Check format, style, import directions and types
 	$(BIN)/ruff format --check .
