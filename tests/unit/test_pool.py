@@ -37,7 +37,7 @@ class Setting:
     """A pool and what is around it. Its thread hears an answer as soon as a test gives it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *overrides: str, shares_gpus: bool = False) -> None:
-        config = load_config(RECIPE, ["timeouts.generate_s=5", *overrides])
+        config = load_config(RECIPE, [f"timeouts.generate_s={PATIENCE_S}", *overrides])
         self.factory = FakeFactory(FakeRay(monkeypatch))
         self.notes: list[str] = []
         self.asked: dict[str, int] = {}  # workers by kind, through `rlhf scale`
