@@ -1,1 +1,1 @@
-"""Models as they run here: over packed sequences, with attention of our own, checked against transformers."""
+"""Models over packed sequences, with our own attention, checked against transformers."""

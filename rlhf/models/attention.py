@@ -1,7 +1,7 @@
-"""Attention over packed sequences: causal within each span, with the windows and soft caps that model families have.
+"""Attention over packed sequences: causal within each span, with the windows and soft caps of the model families.
 
-Registered with transformers as an attention implementation of its own. The models of ``families`` say by keyword what
-they need beside queries, keys and values; what this implementation does not know is refused, never left out.
+Registered with transformers as a separate attention implementation. Models pass by keyword what they need in addition
+to queries, keys and values; keywords that this implementation does not know are rejected, never ignored.
 """
 
 from itertools import pairwise
@@ -16,9 +16,9 @@ from transformers import AttentionInterface
 from rlhf.errors import ConfigError
 
 PACKED_ATTENTION = "rlhf_packed"
-FLASH_HEAD_SIZE = 256  # the widest head that the variable-length kernel takes
+FLASH_HEAD_SIZE = 256  # the widest head that the variable-length kernel supports
 
-# Keywords that change nothing here: what models pass along for other implementations, or for the cache.
+# Keywords without effect here: models pass them for other implementations, or for the cache.
 IGNORED = frozenset(
     {
         *("is_causal", "use_cache", "past_key_values", "cache_position", "position_ids", "logits_to_keep"),
@@ -48,12 +48,12 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within each span of a packed row: q ``[1, heads, T, d]``, k and v ``[1, kv_heads, T, d]``.
 
-    A span's last token sees all that the span attends to, the token before it one less, and so on; with
-    ``sliding_window`` W each sees the last W of these, itself included. ``softcap`` c bounds the scores:
+    A span's last token attends to all of the span's keys, the token before it to one fewer, and so on; with
+    ``sliding_window`` W, only to the last W of these, itself included. ``softcap`` c bounds the scores:
     ``c tanh(s / c)`` (Gemma 2, arXiv 2408.00118, section 2). CUDA: one variable-length kernel; soft caps and heads that
-    it does not take go span by span, as on CPU. Returns ``[1, T, heads, d_v]`` as transformers expects it.
+    it does not support run span by span, as on CPU. Returns ``[1, T, heads, d_v]``, as transformers expects.
 
-    Raises ConfigError where the model asks for anything else.
+    Raises ConfigError if the model needs anything else.
     """
     assert attention_mask is None, "transformers makes no mask for an implementation that it has none for"
     assert dropout == 0, "dropout is switched off at load"
@@ -63,7 +63,7 @@ def packed_attention(
             f"model.path: {type(module).__name__} is not told where packed sequences begin; use a model of another "
             "family (docs/models.md)"
         )
-    if attended is not None:  # the gradients of a prompt's copies add up in float32
+    if attended is not None:  # gradients of a prompt's copies are summed in float32
         key, value = (t.float().index_select(2, attended).to(t.dtype) for t in (key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     same_width = query.shape[-1] == value.shape[-1]
@@ -102,10 +102,10 @@ def _variable_length(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """``[T, heads, d]``, of all spans in one kernel."""
+    """``[T, heads, d]``: all spans in one kernel."""
     from torch.nn.attention.varlen import varlen_attn
 
-    # torch 2.11 has no grouped queries here: every key-value head is repeated, while it is laid out anew anyway
+    # torch 2.11 has no grouped queries here: key-value heads are repeated, in the copy that makes them contiguous
     repeats = query.shape[1] // key.shape[1]
     q = query[0].transpose(0, 1).contiguous()
     k, v = (repeat_heads(t[0].transpose(0, 1), repeats) for t in (key, value))
@@ -116,7 +116,7 @@ def _variable_length(
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None) -> Tensor:
-    """One span through torch's attention: ``[1, heads, n, d_v]``."""
+    """One span with torch's attention: ``[1, heads, n, d_v]``."""
     num_tokens, num_keys = query.shape[2], key.shape[2]
     whole = num_tokens == num_keys and (window is None or window >= num_keys)
     mask = None if whole else visible(num_tokens, num_keys, window, query.device)
@@ -124,7 +124,7 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: i
 
 
 def _soft_capped(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float) -> Tensor:
-    """One span, its scores bounded; torch has no kernel for that. The softmax runs in float32."""
+    """One span with bounded scores, for which torch has no kernel. The softmax runs in float32."""
     repeats = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
     scores = softcap * torch.tanh((query @ key.transpose(2, 3)).float() * scale / softcap)
@@ -133,7 +133,7 @@ def _soft_capped(query: Tensor, key: Tensor, value: Tensor, scale: float, window
 
 
 def visible(num_tokens: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """bool [num_tokens, num_keys]: which keys each token of a span sees; its last token is that of the last key."""
+    """bool [num_tokens, num_keys]: which keys each token of a span sees; the last token is at the last key."""
     keys = torch.arange(num_keys, device=device)
     own = keys[num_keys - num_tokens :, None]
     seen = keys <= own

@@ -1,7 +1,7 @@
-"""Which families of models are trained, and what each needs: right, or refused with the reason.
+"""Which model families can be trained, and what each needs: supported exactly, or refused with a reason.
 
-What can be told from a model's configuration is told here, before its weights are read. ``probe`` then compares the
-loaded model with transformers' own forward pass, so that a family nobody has thought of is refused, too.
+What a model's configuration reveals is checked here, before its weights are read. ``probe`` then compares the loaded
+model with transformers' own forward pass, so unforeseen families are refused, too.
 """
 
 import re
@@ -20,12 +20,12 @@ RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "mamba2", "conv", "re
 RECURRENT_KEYS = ("ssm_cfg", "mamba_d_state", "state_size", "conv_L_cache", "lru_width", "time_mix_extra_dim")
 STATIC_ROPES = frozenset({"default", "linear", "yarn", "llama3", "proportional"})
 DROPOUT = re.compile(r"dropout|_pdrop$|^layerdrop$")
-MULTIPLIES_LOGITS = frozenset({"hyperclovax"})  # by logits_scaling, where all others divide
+MULTIPLIES_LOGITS = frozenset({"hyperclovax"})  # by logits_scaling; all others divide
 
 
 @dataclass(frozen=True)
 class LogitShape:
-    """What a model does to the output of its LM head: ``c tanh(s x / c)``, without the cap ``s x``."""
+    """What a model applies to the output of its LM head: ``c tanh(s x / c)``, or ``s x`` without a cap."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -33,14 +33,14 @@ class LogitShape:
     @classmethod
     def of(cls, config: PretrainedConfig) -> "LogitShape":
         scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere
-        scaling = float(getattr(config, "logits_scaling", None) or 1.0)  # Granite and its kin
+        scaling = float(getattr(config, "logits_scaling", None) or 1.0)  # Granite and its relatives
         scale *= scaling if config.model_type in MULTIPLIES_LOGITS else 1 / scaling
         return cls(scale, getattr(config, "final_logit_softcapping", None))
 
 
 @dataclass(frozen=True)
 class Adjusted:
-    """A model's configuration as it is trained, and what the changed keys said before: that is what gets saved."""
+    """A model's configuration for training, and the original values of the changed keys, which are what is saved."""
 
     config: PretrainedConfig
     original: dict[str, Any]
@@ -50,8 +50,8 @@ def load_model_config(path: str, *, key: str, max_tokens: int | None, trust_remo
     """The configuration of the model at ``path``, without dropout and with rotary frequencies that do not depend on
     what a sequence is packed with.
 
-    ``key`` names the model in errors; ``max_tokens``: the longest sequence of the run, None: as long as the model
-    takes. Raises ConfigError where the family is not supported.
+    ``key`` names the model in errors; ``max_tokens``: the longest sequence of the run, None: the model's limit. Raises
+    ConfigError if the family is not supported.
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -76,7 +76,7 @@ def _is_dropout(name: str, value: Any) -> bool:
 
 
 def unsupported(config: PretrainedConfig) -> str | None:
-    """Why models with this configuration are not trained; None: nothing in it rules them out."""
+    """Why models with this configuration cannot be trained; None: nothing in it rules them out."""
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "use_bidirectional_attention", None):
         return "they are not causal decoders"
     if config.get_text_config() is not config:
@@ -101,7 +101,7 @@ def unsupported(config: PretrainedConfig) -> str | None:
 
 
 def _ropes(parameters: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """The rotary parameters of all layers: of one kind, or of each kind of layer."""
+    """The rotary parameters: one set for all layers, or one per layer type."""
     if not parameters:
         return []
     if "rope_type" in parameters:
@@ -110,11 +110,11 @@ def _ropes(parameters: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 
 def pinned_longrope(config: PretrainedConfig, max_tokens: int | None) -> dict[str, Any] | None:
-    """Rotary parameters whose long and short factors are the same; None where there is nothing to pin.
+    """Rotary parameters whose long and short factors are the same; None if there is nothing to pin.
 
     LongRoPE (arXiv 2402.13753) has one set of factors for short sequences and one for long ones. transformers chooses
-    by the longest sequence of a batch, so a packed neighbour would change the choice; vLLM by the longest that it may
-    meet, and so does this: ``max_tokens``.
+    by the longest sequence in the batch, so a packed neighbour would change the choice; vLLM by the longest sequence it
+    accepts, and so does this: ``max_tokens``.
     """
     parameters = getattr(config, "rope_parameters", None)
     if not any(rope["rope_type"] == "longrope" for rope in _ropes(parameters)):

@@ -1,6 +1,6 @@
 """Heads over hidden states: an LM head that gives log-probabilities in chunks, and a scalar one in float32.
 
-Logits are as wide as the vocabulary: they exist for some hundred tokens at a time only.
+Logits are as wide as the vocabulary, so they exist for only a few hundred tokens at a time.
 """
 
 import functools
@@ -15,7 +15,7 @@ from rlhf.models.families import LogitShape
 
 
 def _shaped(logits: Tensor, shape: LogitShape, temperature: float) -> tuple[Tensor, Tensor | None]:
-    """What the softmax gets of an LM head's output, float32; and the soft cap's derivative there, None without one."""
+    """The softmax's input for an LM head's output, float32; and the soft cap's derivative there, None without a cap."""
     z = logits.float() * shape.scale
     if shape.softcap is None:
         return z / temperature, None
@@ -43,7 +43,7 @@ def _logits_gradient(
     shape: LogitShape,
     temperature: float,
 ) -> Tensor:
-    """The gradient of a chunk's logits [n, V], in their dtype.
+    """The gradient for a chunk's logits [n, V], in their dtype.
 
     With ``p = softmax(z)``: ``d logp_t / dz = onehot(t) - p`` and ``dH / dz = -p (log p + H)``.
     """
@@ -58,14 +58,14 @@ def _logits_gradient(
 
 @functools.cache
 def _fused(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """On a GPU, one kernel for what would be a dozen passes over vocabulary-sized tensors."""
+    """On a GPU, one kernel instead of a dozen passes over vocabulary-sized tensors."""
     return torch.compile(function, dynamic=True) if device_type == "cuda" else function
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """log softmax at the targets, and entropy, of what an LM head makes of hidden states, without whole logits.
+    """log softmax at the targets, and entropy, of an LM head over hidden states, without the full logits.
 
-    Forward keeps hidden states, one normaliser and one entropy per token; backward recomputes each chunk's logits.
+    Forward keeps the hidden states, one normaliser and one entropy per token; backward recomputes each chunk's logits.
     """
 
     @staticmethod
@@ -114,7 +114,7 @@ def _chunks(length: int, size: int) -> list[slice]:
 class LogprobHead(nn.Linear):
     """An LM head that gives log-probabilities instead of logits.
 
-    It stays the module that owns the weight, so ZeRO-3's hooks gather it exactly while it is used.
+    It remains the module that owns the weight, so ZeRO-3's hooks gather it only while it is used.
     """
 
     def forward(  # type: ignore[override]
@@ -125,7 +125,7 @@ class LogprobHead(nn.Linear):
 
 
 class ScalarHead(nn.Linear):
-    """A score head that computes in float32 whatever its weights are: one number is a sum over thousands."""
+    """A score head that computes in float32 whatever its weights' dtype: each score is a sum of thousands of terms."""
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., H]`` -> float32 ``[..., 1]``."""

@@ -1,4 +1,4 @@
-"""A packed batch as a model takes it: one row of tokens, where sequences begin in it, and what each attends to."""
+"""A packed batch as model inputs: one row of tokens, where each sequence begins, and what it attends to."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from rlhf.packing import Unit, whole_groups
 
 @dataclass(frozen=True)
 class PackedInputs:
-    """One micro-batch on its device: spans of tokens, each attending to its own and perhaps to a prompt before it.
+    """One micro-batch on its device: spans of tokens, each attending to itself and perhaps to a prompt before it.
 
     T tokens, B spans, N completion tokens. A span is a whole sequence; or, where sequences share their prompt, the
     prompt, or a completion that attends to it.
@@ -21,18 +21,18 @@ class PackedInputs:
 
     tokens: Tensor  # int64 [T]
     positions: Tensor  # int64 [T], within each sequence
-    borders: Tensor  # int32 [B + 1], where spans start; the last entry is T
-    key_borders: Tensor  # int32 [B + 1], the same of what they attend to
+    borders: Tensor  # int32 [B + 1]: where spans start; the last entry is T
+    key_borders: Tensor  # int32 [B + 1]: the same for what they attend to
     max_length: int
     max_keys: int
     predictors: Tensor  # int64 [N]: the position whose hidden state predicts each completion token
     targets: Tensor  # int64 [N]: the completion tokens themselves
-    attended: Tensor | None  # int64 [K]: the tokens that the spans attend to, one span after the other; None: its own
+    attended: Tensor | None  # int64 [K]: the tokens each span attends to, concatenated; None: only its own
 
 
 @dataclass(frozen=True)
 class WholeSequence:
-    """One sequence by itself, for a model as it was loaded (``PackedModel.as_loaded``): int64 ``[L]``."""
+    """One sequence by itself, for a model in its original form (``PackedModel.as_loaded``): int64 ``[L]``."""
 
     tokens: Tensor
 
@@ -43,7 +43,7 @@ def packed_inputs(batch: TrainBatch, device: torch.device, *, share_prompts: boo
     Two sequences that share the prompt (10, 11), with the completions (12) and (13, 14); bars separate the spans:
 
         batch.tokens   10 11 12   10 11 13 14
-        place           0  1  2    0  1  3  4       where in the row each of them is computed
+        place           0  1  2    0  1  3  4       where in the row each token is computed
 
         tokens         10 11 | 12 | 13 14           the row: the prompt once, then each completion
         positions       0  1 |  2 |  2  3
@@ -52,7 +52,7 @@ def packed_inputs(batch: TrainBatch, device: torch.device, *, share_prompts: boo
         key_borders     0  2  5  9                  borders of the spans in ``attended``
 
         targets        12   13 14
-        predictors      1    1  3                   both first tokens follow from the prompt's last
+        predictors      1    1  3                   the prompt's last token predicts both first tokens
     """
     groups = whole_groups(batch, share_prompts=share_prompts)
     lengths = batch.sequence_lengths
@@ -90,10 +90,10 @@ def packed_inputs(batch: TrainBatch, device: torch.device, *, share_prompts: boo
 def _places(
     batch: TrainBatch, groups: Sequence[Unit], positions: Tensor, is_completion: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Where each token of a batch is computed: a prompt token in the first sequence of its group, others in their own.
+    """Where each token of a batch is computed: prompt tokens in the first sequence of their group, others in their own.
 
-    ``positions`` int64 and ``is_completion`` bool are of all its tokens, and so are the results: whether a token is
-    computed where it stands, bool; and its place in the row of those that are, int64.
+    All arguments and results are per token of the batch: ``positions`` int64 and ``is_completion`` bool; returns
+    whether a token is computed in its own sequence, bool, and its place in the row of computed tokens, int64.
     """
     lengths, index = batch.sequence_lengths, torch.arange(len(batch.tokens))
     starts = lengths.cumsum(0) - lengths
@@ -104,12 +104,12 @@ def _places(
 
 
 def _borders(lengths: Tensor) -> Tensor:
-    """int64 [B] -> [B + 1]: where each of B stretches starts, and where the last one ends."""
+    """int64 [B] -> [B + 1]: where each of B spans starts, and where the last one ends."""
     return F.pad(lengths.cumsum(0), (1, 0))
 
 
 def _attended(batch: TrainBatch, groups: Sequence[Unit], place: Tensor) -> Tensor:
-    """What the spans attend to, one after the other: a shared prompt to itself, all others to a whole sequence."""
+    """What the spans attend to, concatenated: a shared prompt to itself, every other span to a whole sequence."""
     sequences = place.split(batch.sequence_lengths.tolist())
     found = []
     for group in groups:

@@ -1,4 +1,4 @@
-"""Loading models for packed training: whole, of a supported family, with attention of our own; else refused."""
+"""Loads models for packed training: complete, of a supported family, with our own attention; others are refused."""
 
 from typing import Any, Literal
 
@@ -21,9 +21,9 @@ def load_policy(
     trust_remote_code: bool = False,
     key: str = "model.path",
 ) -> PolicyModel:
-    """A causal LM for packed scoring of sequences of up to ``max_tokens`` (None: as many as it takes).
+    """A causal LM for packed scoring of sequences of up to ``max_tokens`` (None: the model's limit).
 
-    Raises ConfigError, naming ``key``, where the family is not supported or the directory does not hold the whole LM.
+    Raises ConfigError, naming ``key``, if the family is not supported or the directory lacks part of the LM.
     """
     adjusted = load_model_config(path, key=key, max_tokens=max_tokens, trust_remote_code=trust_remote_code)
     lm, missing = _load(AutoModelForCausalLM, path, adjusted, dtype, key, trust_remote_code)
@@ -44,11 +44,11 @@ def load_scalar(
     trust_remote_code: bool = False,
     key: str = "model.path",
 ) -> ScalarModel:
-    """A one-label sequence classifier from a directory of that kind.
+    """A one-label sequence classifier.
 
-    ``fresh_head``: what a directory without a head gets, a causal LM's for example. ``zero``: a head that says 0
-    everywhere, as a critic that knows nothing yet should: random values would only be noise in the first advantages
-    (Huang et al. 2024, arXiv 2403.17031; OpenAI's lm-human-preferences). Raises ConfigError as ``load_policy``.
+    ``fresh_head``: the head for a directory without one, for example a causal LM's. ``zero``: a head that returns 0
+    everywhere, as an untrained critic should: random values would only add noise to the first advantages
+    (Huang et al. 2024, arXiv 2403.17031; OpenAI's lm-human-preferences). Raises ConfigError like ``load_policy``.
     """
     adjusted = load_model_config(path, key=key, max_tokens=max_tokens, trust_remote_code=trust_remote_code)
     adjusted.config.num_labels = 1
@@ -85,7 +85,7 @@ def _load(
             output_loading_info=True,
         )
     except KeyError as error:
-        if error.args == (PACKED_ATTENTION,):  # looked up among implementations of its own
+        if error.args == (PACKED_ATTENTION,):  # the model looks it up in its own table of implementations
             raise irreplaceable from error
         raise
     if not lm._can_set_attn_implementation():

@@ -1,7 +1,7 @@
 """Models over packed sequences: a policy that scores its tokens, and a scalar model.
 
 A packed forward takes all tokens of a micro-batch as one row ``[1, T]`` without padding. Attention never crosses a
-sequence border, and positions restart at each.
+sequence border, and positions restart there.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ class PackedModel(nn.Module):
     """A Hugging Face model run over packed sequences."""
 
     def __init__(self, lm: PreTrainedModel, original: dict[str, Any] | None = None) -> None:
-        """``original``: what keys of ``lm.config`` said that were adjusted for training (``rlhf.models.families``)."""
+        """``original``: values of ``lm.config`` before it was adjusted for training (``rlhf.models.families``)."""
         super().__init__()
         self.lm, self._original = lm, original or {}
 
@@ -38,13 +38,13 @@ class PackedModel(nn.Module):
         return max(lists, key=len)
 
     def compile_layers(self) -> None:
-        """Fuses the element-wise work of each decoder layer. Not under ZeRO-3, whose hooks would cut it to pieces."""
+        """Fuses the element-wise work of each decoder layer. Not under ZeRO-3, whose hooks break up the graph."""
         for layer in self.layers:
             layer.compile(dynamic=True)
 
     @contextmanager
     def as_loaded(self) -> Iterator[None]:
-        """transformers' own eager attention: meanwhile the model takes a WholeSequence and gives its own logits."""
+        """Switches to transformers' own eager attention: the model takes a WholeSequence and returns its own logits."""
         self.lm.set_attn_implementation("eager")
         try:
             yield
@@ -52,12 +52,12 @@ class PackedModel(nn.Module):
             self.lm.set_attn_implementation(PACKED_ATTENTION)
 
     def _own_logits(self, sequence: WholeSequence) -> Tensor:
-        """float ``[1, L, V]`` of a causal LM, ``[1, 1]`` of a classifier."""
+        """float ``[1, L, V]`` from a causal LM, ``[1, 1]`` from a classifier."""
         return self.lm(input_ids=sequence.tokens[None], use_cache=False).logits
 
     @contextmanager
     def original_config(self) -> Iterator[None]:
-        """``lm.config`` as it was loaded: for saving."""
+        """Restores ``lm.config`` as loaded, for saving."""
         adjusted = {name: getattr(self.lm.config, name) for name in self._original}
         vars(self.lm.config).update(self._original)
         try:
@@ -132,7 +132,7 @@ class ScalarModel(PackedModel):
     def forward(self, inputs: PackedInputs | WholeSequence) -> Tensor:
         """float32 ``[N]``: the score at the position that predicts each completion token; or the model's own.
 
-        For a critic that is the value of the state in which the token is chosen.
+        For a critic, this is the value of the state in which the token is chosen.
         """
         if isinstance(inputs, WholeSequence):
             return self._own_logits(inputs)

@@ -1,7 +1,7 @@
-"""Does a loaded model say the same packed as it does by itself? Asked once at start, of the real weights, in a second.
+"""Does a loaded model give the same numbers packed as unpacked? Checked once at start on the real weights, in a second.
 
-A family whose attention, rotary frequencies, logits or layers need something that packing does not give them would be
-trained on wrong numbers silently. Here it is refused before the first step.
+A family whose attention, rotary frequencies, logits or layers need something that packing does not provide would
+silently be trained on wrong numbers. Here it is refused before the first step.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,19 +16,19 @@ from rlhf.errors import ConfigError
 from rlhf.models.inputs import WholeSequence, packed_inputs
 from rlhf.models.packed import PackedModel, PolicyModel
 
-# The largest mean difference that rounding explains: of log-probabilities in nats, of scores relative to their size
-# where that is above 1. In bfloat16 0.01 to 0.04 nats are seen, on models whose weights are wide.
+# The largest mean difference that rounding explains: log-probabilities in nats; scores relative to their size if that
+# is above 1. In bfloat16, models with widely spread weights show 0.01 to 0.04 nats.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-WINDOW = 8  # what every sliding window is narrowed to meanwhile, so that short sequences are cut by it
+WINDOW = 8  # every sliding window is narrowed to this, so that it cuts even short sequences
 PROMPTS, COMPLETIONS = (12, 12, 7), (9, 14, 21)  # tokens; the first two sequences share their prompt
 
 
 @torch.no_grad()
 def check_packing(forward: Callable[[Any], Any], model: PackedModel, device: torch.device, *, key: str) -> None:
-    """Compares packed passes, without and with a shared prompt, with transformers' eager attention and own LM head.
+    """Compares packed passes, without and with a shared prompt, to transformers' eager attention and LM head.
 
-    ``forward`` runs ``model``, which is in evaluation mode: itself, or a DeepSpeed engine around it (then collective).
-    Raises ConfigError, naming ``key``, where they differ by more than ``TOLERANCE``.
+    ``forward`` runs ``model`` in evaluation mode: the model itself, or a DeepSpeed engine around it (then collective).
+    Raises ConfigError, naming ``key``, if they differ by more than ``TOLERANCE``.
     """
     batch = probe_batch(model.lm.config)
     with narrow_windows(model.lm), uncompiled(model):
@@ -53,7 +53,7 @@ def check_packing(forward: Callable[[Any], Any], model: PackedModel, device: tor
 def _own_scores(
     forward: Callable[[Any], Any], model: PackedModel, sequence: TrainBatch, device: torch.device
 ) -> Tensor:
-    """Of one sequence: log-probabilities of its completion, or the score before its last token. On the CPU."""
+    """One sequence's log-probabilities over its completion, or its score before the last token; on the CPU."""
     logits = forward(WholeSequence(sequence.tokens[:-1].to(device)))
     if not isinstance(model, PolicyModel):
         return logits.flatten().float().cpu()
@@ -64,14 +64,14 @@ def _own_scores(
 
 
 def _comparable(output: Any, model: PackedModel, batch: TrainBatch) -> Tensor:
-    """The same numbers of a packed pass."""
+    """The same numbers from a packed pass."""
     if isinstance(model, PolicyModel):
         return output[0].cpu()
     return output.cpu()[batch.completion_lengths.cumsum(0) - 1]
 
 
 def probe_batch(config: Any) -> TrainBatch:
-    """Three short sequences of tokens that mean nothing in particular: no padding, no end."""
+    """Three short sequences of random tokens, without special ones."""
     special = {getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")}
     usable = [token for token in range(min(config.vocab_size, 1000)) if token not in special]
     generator = torch.Generator().manual_seed(0)
@@ -93,7 +93,7 @@ def probe_batch(config: Any) -> TrainBatch:
 
 @contextmanager
 def narrow_windows(lm: nn.Module) -> Iterator[None]:
-    """Every sliding window is WINDOW tokens wide, for the model's own masks and for ours."""
+    """Narrows every sliding window to WINDOW tokens, for the model's own masks and for ours."""
     owners = {id(owner): owner for module in lm.modules() for owner in (module, getattr(module, "config", None))}
     windows = [(owner, getattr(owner, "sliding_window", None)) for owner in owners.values()]
     before = [(owner, window) for owner, window in windows if isinstance(window, int)]
@@ -108,7 +108,7 @@ def narrow_windows(lm: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def uncompiled(model: PackedModel) -> Iterator[None]:
-    """Layers run as they are written: nothing is compiled for shapes and windows that never come again."""
+    """Runs layers eagerly: nothing is compiled for shapes and windows that never recur."""
     compiled = [(layer, layer._compiled_call_impl) for layer in model.layers]
     for layer, _ in compiled:
         layer._compiled_call_impl = None

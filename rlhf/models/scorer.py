@@ -25,7 +25,7 @@ class FrozenScorer:
         probe_key: str | None = None,
     ) -> None:
         """``compiled``: fuse the decoder layers, on a GPU (a CPU would take minutes to gain nothing). ``probe_key``:
-        check first that packing gives the model's own numbers, and call the model so where it does not (ConfigError).
+        check first that packing preserves the model's own numbers; the ConfigError names the model by this key.
         """
         self.model = model.to(device).eval().requires_grad_(False)
         if probe_key is not None:
@@ -38,9 +38,9 @@ class FrozenScorer:
     def score(self, batches: Sequence[TrainBatch]) -> list[Tensor]:
         """For each batch float32 [N]: log-probabilities of its completion tokens, or scalar scores, on the CPU.
 
-        No micro-batch holds sequences of two batches, so a batch's scores do not depend on what it comes with.
+        No micro-batch holds sequences of two batches, so a batch's scores do not depend on the others.
         """
-        parts = [self._forward(batch) for batch in batches]  # no .cpu() before the last forward is under way
+        parts = [self._forward(batch) for batch in batches]  # no .cpu() before the last forward is queued
         return [merge_scores(b, [(i, s.cpu()) for i, s in p]) for b, p in zip(batches, parts, strict=True)]
 
     def _forward(self, batch: TrainBatch) -> list[tuple[list[int], Tensor]]:

@@ -1,1 +1,1 @@
-"""What is known of a run before anything is loaded: who sits where, what fits, what a step must cost. No torch."""
+"""What is known about a run before anything is loaded: placement, memory, the minimum cost of a step. No torch."""

@@ -22,8 +22,8 @@ class Peaks:
         return self.bytes_per_s / 2
 
 
-# Measured matrix rate and copy bandwidth where noted, else the vendor's datasheet. Of an H200's link, NCCL's broadcast
-# reached 267e9.
+# Measured matrix rate and copy bandwidth where noted, else the vendor's datasheet. NCCL's broadcast reached 267e9 on an
+# H200's link.
 DEVICE_PEAKS = {
     "NVIDIA H200": Peaks(790e12, 4.3e12, 450e9),  # the first two measured
     "NVIDIA H100": Peaks(790e12, 3.35e12, 450e9),
@@ -32,12 +32,12 @@ DEVICE_PEAKS = {
 
 
 def device_peaks(name: str) -> Peaks | None:
-    """The peaks of a device by torch's name for it; None where nobody has looked them up."""
+    """The peaks of a device by torch's name for it; None if not in the table."""
     return next((peaks for known, peaks in DEVICE_PEAKS.items() if name.startswith(known)), None)
 
 
 def weight_bytes(shape: ModelShape, *, bytes_per_value: int = 2) -> int:
-    """Bytes of all matrices: what a publish moves, norms and biases aside."""
+    """Bytes of all matrices: what a publish moves, except norms and biases."""
     return bytes_per_value * (shape.matrix_parameters + shape.outer_parameters(lm_head=True))
 
 
@@ -45,7 +45,7 @@ def forward_flops(shape: ModelShape, spans: Sequence[Span], num_completion_token
     """FLOPs of one forward over packed sequences (Kaplan et al. 2020, section 2.1, with causal attention).
 
     2 * matrices * tokens + 2 * LM head * completion tokens + 2 * layers * attention_size * sum(length^2), the last sum
-    over whole sequences; where they share a prompt, it counts once (``rlhf.packing.Span``).
+    over whole sequences; a shared prompt counts once (``rlhf.packing.Span``).
     """
     return (
         2.0 * shape.matrix_parameters * sum(new for new, _ in spans)
@@ -67,15 +67,15 @@ def decode_bytes(
     max_num_seqs: int,
     bytes_per_value: int = 2,
 ) -> float:
-    """Bytes that decoding S completions must read at least: the weights at every step, and every token's own context.
+    """The least that decoding S completions must read: the weights at every step, and every token's own context.
 
-    A completion's first token comes out of its prompt's prefill, which is compute-bound and not counted; each later one
+    A completion's first token comes from its prompt's prefill, which is compute-bound and not counted; each later one
     reads the keys and values of the completion before it. The prompt's are left out: a group's members share them, so
-    the cache may serve them. Written keys and values, activations and logits are small and left out as well.
+    the cache may serve them. Written keys and values, activations and logits are small and left out, too.
 
-    Steps: the sequences are shared out evenly over ``num_workers``, so each runs at most min(max_num_seqs, S / workers)
+    Steps: the sequences are spread evenly over ``num_workers``, so each runs at most min(max_num_seqs, S / workers)
     at once and takes at least tokens / workers / that many steps; the worker with the longest completion takes at least
-    its length. All estimates are from below, so that a share of the peak computed from them never flatters.
+    its length. All estimates are lower bounds, so a share of the peak computed from them never flatters.
     """
     decoded = [n - 1 for n in completion_lengths]
     at_once = min(max_num_seqs, math.ceil(len(decoded) / num_workers))

@@ -1,4 +1,4 @@
-"""How a run fits its GPUs: decides what its learners' settings leave open, before anything loads."""
+"""Fits a run to its GPUs: decides what its learners' settings leave open, before anything loads."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,11 @@ from rlhf.planning.usage import AnyConfig, Choice, Choices, Usage, predict
 
 
 def plan_memory(config: AnyConfig, device_bytes: float) -> MemoryPlan | None:
-    """Predicts a run on GPUs of ``device_bytes``; None where the policy's ``config.json`` is not at hand.
+    """Predicts a run on GPUs of ``device_bytes``; None if the policy's ``config.json`` is not available.
 
-    Other models whose ``config.json`` is not at hand count as large as the policy. What the configuration leaves open
-    is decided here: no checkpointing where the training phase then still fits, optimiser state in host memory where
-    vLLM would otherwise find no room to wake up, and float32 gradients where they cost neither of the two.
+    Other models whose ``config.json`` is not available are assumed to be as large as the policy. What the configuration
+    leaves open is decided here: no checkpointing if the training phase still fits without it, optimiser state in host
+    memory if vLLM would otherwise have no room to wake up, and float32 gradients if they require neither of the two.
     """
     if read_shape(config.model.path) is None:
         return None
@@ -27,14 +27,14 @@ def plan_memory(config: AnyConfig, device_bytes: float) -> MemoryPlan | None:
 
 @dataclass(frozen=True)
 class _Fit:
-    """One run on GPUs of ``device_bytes``: tries choices by predicting what it would take under them."""
+    """One run on GPUs of ``device_bytes``: tries choices by predicting the memory use of each."""
 
     config: AnyConfig
     device_bytes: float
 
     @property
     def limit(self) -> float:
-        """Bytes of a GPU that decisions fill at most."""
+        """The most bytes of a GPU that decisions may fill."""
         return AUTO_SHARE * self.device_bytes
 
     @property
@@ -46,7 +46,7 @@ class _Fit:
         return predict(self.config, self.device_bytes, choices)
 
     def decide(self) -> Choices:
-        """The fastest choices; then float32 gradients, one learner after the other, where they cost no speed."""
+        """The fastest choices; then float32 gradients, one learner at a time, where they cost no speed."""
         start = Choices({role: self.starting_choice(settings) for role, settings in self.learners.items()})
         choices = self.fastest(start)
         for role, settings in self.learners.items():
@@ -59,7 +59,7 @@ class _Fit:
         return choices
 
     def starting_choice(self, settings: LearnerConfig) -> Choice:
-        """Where the search starts: what the settings leave open is checkpointed, not offloaded, and not in float32."""
+        """Where the search starts: options left open start checkpointed, not offloaded, and not in float32."""
         return Choice(
             checkpointing=settings.gradient_checkpointing is not False,
             offloads=isinstance(self.config, Config) and bool(settings.offload_when_idle),
@@ -67,7 +67,7 @@ class _Fit:
         )
 
     def fastest(self, choices: Choices) -> Choices:
-        """``choices``, offloading only where vLLM has no room beside idle learners, checkpointing only where needed."""
+        """``choices``, offloading only if vLLM has no room next to idle learners, checkpointing only if needed."""
         if self.usage(choices).gpus.get("shared", {}).get("generate", 0.0) > self.limit:
             for role, settings in self.learners.items():
                 choices = choices.vary(role, offloads=settings.offload_when_idle is not False)

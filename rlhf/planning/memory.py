@@ -1,8 +1,8 @@
-"""How much GPU memory each role takes: arithmetic from its settings and the model's shape.
+"""How much GPU memory each role needs: arithmetic from its settings and the model's shape.
 
 Weights, gradients and optimiser state follow DeepSpeed's bookkeeping. Activations are counted from the tensors that the
-backward pass of a Llama-shaped layer keeps. Fitted to measurements instead (benchmarks/RESULTS.md): what a compiled
-layer keeps, the engine's and the processes' fixed costs, and the allocator's slack.
+backward pass of a Llama-shaped layer needs. Fitted to measurements instead (benchmarks/RESULTS.md): what a compiled
+layer keeps, the fixed costs of the engine and of each process, and the allocator's slack.
 """
 
 from dataclasses import dataclass
@@ -11,50 +11,50 @@ from rlhf.config import LearnerConfig
 from rlhf.planning.shapes import ModelShape
 
 GIB = 2**30
-AUTO_SHARE = 0.9  # what is decided automatically fills at most this share of a GPU: predictions are off by up to 10 %
+AUTO_SHARE = 0.9  # automatic decisions fill at most this share of a GPU: predictions are off by up to 10 %
 CONTEXT_BYTES = 0.75 * GIB  # fitted: CUDA context, NCCL and cuBLAS workspaces of one process
-ALLOCATOR_SLACK = 0.08  # fitted: reserved beyond allocated, as a share of what comes and goes
-ENGINE_BYTES = 2.0 * GIB  # fitted: vLLM's activations, inside rollout.gpu_memory_fraction
-CACHE_SLACK = 1.1  # blocks that are not full, and a reserved one
-GRAPH_BYTES = 1.5 * GIB  # fitted: vLLM's CUDA graphs, beyond rollout.gpu_memory_fraction
+ALLOCATOR_SLACK = 0.08  # fitted: memory reserved beyond allocated, as a share of temporary allocations
+ENGINE_BYTES = 2.0 * GIB  # fitted: vLLM's activations, within rollout.gpu_memory_fraction
+CACHE_SLACK = 1.1  # partly filled blocks, and a reserved one
+GRAPH_BYTES = 1.5 * GIB  # fitted: vLLM's CUDA graphs, on top of rollout.gpu_memory_fraction
 ASLEEP_BYTES = 2.0 * GIB  # fitted: what a sleeping vLLM keeps
-RING_BUCKETS = 2  # of a publish: one is filled while the other is sent (NUM_SLOTS of actors.weights.channel)
+RING_BUCKETS = 2  # a publish's buckets: one is filled while the other is sent (NUM_SLOTS of actors.weights.channel)
 REDUCE_BUCKET_ELEMENTS = 5e8  # DeepSpeed's reduce_bucket_size
 LIVE_ELEMENTS = 1e9  # DeepSpeed's stage3_max_live_parameters and sub_group_size
 
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """Predicted bytes of one rank, by what holds them."""
+    """Predicted bytes of one rank, by use."""
 
     weights: float
     gradients: float = 0.0
     optimizer: float = 0.0
-    training: float = 0.0  # comes and goes in an optimiser step: activations, LM head, the step's own copies
-    scoring: float = 0.0  # comes and goes in a forward without gradients
+    training: float = 0.0  # temporary, in an optimiser step: activations, LM head, the step's own copies
+    scoring: float = 0.0  # temporary, in a forward without gradients
     kv_cache: float = 0.0
     other: float = CONTEXT_BYTES
     offloads: bool = False  # its optimiser state waits in host memory between updates
-    float32_gradients: bool = False  # they add up in float32
+    float32_gradients: bool = False  # gradients are summed in float32
 
     @property
     def allocated(self) -> float:
-        """The most at once in the process's tensors, as torch.cuda.max_memory_allocated counts."""
+        """Peak bytes of the process's tensors, as torch.cuda.max_memory_allocated counts."""
         return self.weights + self.gradients + self.optimizer + max(self.training, self.scoring)
 
     @property
     def idle(self) -> float:
-        """Between its calls, with the allocator's cache given back."""
+        """Bytes held between calls, with the allocator's cache released."""
         return self.weights + self.gradients + (0.0 if self.offloads else self.optimizer) + self.kv_cache + self.other
 
     @property
     def scores(self) -> float:
-        """While it runs forwards."""
+        """Bytes held while it runs forwards."""
         return self.idle + (1 + ALLOCATOR_SLACK) * self.scoring
 
     @property
     def peak(self) -> float:
-        """The most that it takes from its GPU at any time."""
+        """The most bytes of its GPU that it ever takes."""
         held = self.weights + self.gradients + self.optimizer + self.kv_cache + self.other
         return held + (1 + ALLOCATOR_SLACK) * max(self.training, self.scoring)
 
@@ -64,8 +64,8 @@ def kept_by_layer(shape: ModelShape, *, compiled: bool, element_bytes: int) -> f
 
     Eager: each norm keeps its input in float32, its normalised input and its output; attention keeps queries, keys and
     values (expanded to all heads), its output and one float32 per head; the MLP keeps gate, activated gate, up and
-    their product. Compiled, a norm's internals, the activated gate and the product are recomputed (fitted: the count of
-    what is then left meets the measured peaks).
+    their product. Compiled, a norm's internals, the activated gate and the product are recomputed (fitted: counting
+    only the rest matches the measured peaks).
     """
     h, a, i = shape.hidden_size, shape.attention_size, shape.intermediate_size
     if compiled:
@@ -74,7 +74,7 @@ def kept_by_layer(shape: ModelShape, *, compiled: bool, element_bytes: int) -> f
 
 
 def forward_bytes(shape: ModelShape, *, tokens: int, chunk: int, lm_head: bool, element_bytes: int) -> float:
-    """What a forward without gradients makes the allocator reserve: one layer's tensors, and a chunk's logits."""
+    """Bytes reserved by a forward without gradients: one layer's tensors, and a chunk's logits."""
     layer = tokens * kept_by_layer(shape, compiled=False, element_bytes=element_bytes)
     return layer + (min(chunk, tokens) * shape.vocab_size * element_bytes if lm_head else 0.0)
 
@@ -89,11 +89,11 @@ def training_bytes(
     compiled: bool,
     element_bytes: int = 2,
 ) -> float:
-    """The most at once between the start of a forward and the end of its backward, gradients not counted.
+    """Peak bytes between the start of a forward and the end of its backward, gradients not counted.
 
-    Kept by all layers (with checkpointing only their inputs), plus the larger of what follows them in backward: the LM
-    head (logits and their gradient of one chunk; its weight's gradient in float32, one product, one cast), or one layer
-    (the MLP's gradients; with checkpointing also what the layer keeps while it is recomputed).
+    What all layers keep (with checkpointing only their inputs), plus the larger of two parts of the backward: the LM
+    head (logits of one chunk and their gradient; its weight's gradient in float32, one product, one cast), or one layer
+    (the MLP's gradients; with checkpointing also what the recomputed layer keeps).
     """
     layer = tokens * kept_by_layer(shape, compiled=compiled, element_bytes=element_bytes)
     mlp_gradients = 3 * tokens * shape.intermediate_size * element_bytes
@@ -101,7 +101,7 @@ def training_bytes(
     if lm_head:
         logits = min(chunk, tokens) * shape.vocab_size * element_bytes
         head = 2 * logits + shape.embedding_parameters * (4 + 2 * element_bytes)
-    ends = tokens * shape.hidden_size * (4 + 4 * element_bytes)  # final norm, and the hidden states that predict
+    ends = tokens * shape.hidden_size * (4 + 4 * element_bytes)  # final norm, and predicting hidden states
     if checkpointing:
         inputs = shape.num_layers * tokens * shape.hidden_size * element_bytes
         return inputs + ends + max(head, layer + mlp_gradients)
@@ -120,13 +120,13 @@ def learner_memory(
     offloads: bool = False,
     float32_gradients: bool = False,
 ) -> RoleMemory:
-    """One rank of a model that learns. ``tokens``: of its fullest micro-batch; None: the whole budget.
+    """One rank of a model that learns. ``tokens``: size of its fullest micro-batch; None: the whole budget.
 
-    ``bucket_bytes``: of the buckets in which it publishes its weights; 0: it does not.
+    ``bucket_bytes``: size of the buckets in which it publishes its weights; 0: it does not publish.
     Per parameter: weights and gradients of ``element_bytes``, float32 master and two moments (12 bytes); stages 1, 2
-    and 3 spread optimiser state, gradients and weights over the ranks. ZeRO-3 adds the gathered weights in use, every
-    stage but 0 a reduce bucket. ``float32_gradients``: they take 4 bytes; at stage 1 they are one tensor,
-    which needs no bucket.
+    and 3 successively shard optimiser state, gradients and weights over the ranks. ZeRO-3 adds the gathered weights in
+    use, every stage but 0 a reduce bucket. ``float32_gradients``: they take 4 bytes each; at stage 1 they are one
+    tensor, which needs no bucket.
     """
     count, ranks, stage = shape.parameters(lm_head=lm_head), config.num_ranks, config.zero_stage
     tokens = tokens or config.micro_batch_tokens
@@ -158,7 +158,7 @@ def learner_memory(
 
 
 def _step_bytes(config: LearnerConfig, shard: float, *, widened: bool, element_bytes: int) -> float:
-    """What an optimiser step copies: its ``shard`` of the gradients into one float32 tensor, through a flat copy."""
+    """Bytes an optimiser step copies: its ``shard`` of the gradients into one float32 tensor, through a flat copy."""
     if config.offload_optimizer:
         return 0.0
     copies = (0 if config.zero_stage < 3 else 4) if widened else 4 + element_bytes
@@ -166,10 +166,10 @@ def _step_bytes(config: LearnerConfig, shard: float, *, widened: bool, element_b
 
 
 def publish_bytes(config: LearnerConfig, shape: ModelShape, *, bucket_bytes: int, element_bytes: int = 2) -> int:
-    """What a publish holds on the rank that sends; 0 where ``bucket_bytes`` is 0.
+    """Bytes a publish holds on the sending rank; 0 if ``bucket_bytes`` is 0.
 
-    The ring of buckets, kept from the first publish on. Where the ranks hold shards of the weights, also the whole
-    tensors of one bucket: a tensor that is cut into several buckets is gathered once, so no less than the largest.
+    The ring of buckets, kept from the first publish on. If the weights are sharded, also the whole tensors of one
+    bucket: a tensor split over several buckets is gathered once, so at least the largest tensor.
     """
     if not bucket_bytes:
         return 0
@@ -198,7 +198,7 @@ def rollout_memory(
 ) -> RoleMemory:
     """One process of an awake vLLM engine.
 
-    The KV cache is what ``budget_bytes`` leaves, and may come out negative; it is no more than ``cache_tokens`` need.
+    The KV cache is the rest of ``budget_bytes``, and may be negative; it is at most what ``cache_tokens`` need.
     """
     weights = shape.parameters(lm_head=True) * element_bytes / tensor_parallel_size
     cache = budget_bytes - weights - ENGINE_BYTES

@@ -1,4 +1,4 @@
-"""A run's memory plan: whether every GPU holds what is predicted for it, and what was decided, in words."""
+"""A run's memory plan: whether its roles fit their GPUs, and what was decided, in words."""
 
 from dataclasses import dataclass, replace
 
@@ -14,22 +14,22 @@ class Checkpointing:
     """Whether a learner recomputes its activations, and the two numbers that say why."""
 
     on: bool
-    needed: float  # bytes of its passes without it
-    left: float  # bytes that everything else leaves them
+    needed: float  # bytes of its training passes without it
+    left: float  # bytes left for them by everything else
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Predicted bytes of every role, and of every kind of GPU in each phase."""
+    """Predicted bytes per role, and per kind of GPU in each phase."""
 
     config: AnyConfig
     device_bytes: float
     roles: dict[str, RoleMemory]
-    gpus: dict[str, dict[str, float]]  # who sits there ('shared', or a role) -> phase -> bytes
-    checkpointing: dict[str, Checkpointing]  # of learner and critic
+    gpus: dict[str, dict[str, float]]  # who runs there ('shared', or a role) -> phase -> bytes
+    checkpointing: dict[str, Checkpointing]  # for learner and critic
 
     def check(self, role: str | None = None) -> None:
-        """Raises ConfigError with the key to change where ``role``'s GPU (None: any) cannot hold a phase."""
+        """Raises ConfigError with the key to change if a phase does not fit on ``role``'s GPU (None: any)."""
         for gpu, phases in self.gpus.items():
             if role is not None and gpu not in (role, "shared"):
                 continue
@@ -47,7 +47,7 @@ class MemoryPlan:
         for kind, (settings, resources) in config.rollout.kinds().items():
             key = kind_key(kind)
             engine = self.roles[key]
-            if engine.kv_cache <= 0 and not resources:  # with resources it asks for other GPUs than these
+            if engine.kv_cache <= 0 and not resources:  # custom resources mean other GPUs than these
                 raise ConfigError(
                     f"{key}.gpu_memory_fraction={settings.gpu_memory_fraction} leaves no KV cache: weights and "
                     f"activations take {(engine.weights + ENGINE_BYTES) / GIB:.1f} GiB; raise it, or "
@@ -71,7 +71,7 @@ class MemoryPlan:
         return f"{checkpointing}lower {role}.micro_batch_tokens or {role}.logits_chunk_tokens{separate}"
 
     def largest_rollout_fraction(self) -> float:
-        """The most that rollout.gpu_memory_fraction could be beside those who share the GPU."""
+        """The largest rollout.gpu_memory_fraction that leaves room for the roles sharing the GPU."""
         assert isinstance(self.config, Config)
         engines = self.config.rollout_workers_per_gpu
         awake = engines * self.roles["rollout"].peak
@@ -79,7 +79,7 @@ class MemoryPlan:
         return max(0.0, AUTO_SHARE - (others + engines * GRAPH_BYTES) / self.device_bytes)
 
     def describe_rollout(self, kind: str) -> str:
-        """One line on the KV cache of a kind of rollout worker, and on settings that would be better."""
+        """One line on the KV cache of a rollout worker kind, and on better settings."""
         assert isinstance(self.config, Config)
         settings, _ = self.config.rollout.kinds()[kind]
         shape = read_shape(self.config.model.path)
@@ -94,7 +94,7 @@ class MemoryPlan:
         )
 
     def settings(self, role: str) -> LearnerConfig:
-        """A learner's settings with what they leave open decided."""
+        """A learner's settings, with everything they leave open decided."""
         return replace(
             getattr(self.config, role),
             gradient_checkpointing=self.checkpointing[role].on,

@@ -1,4 +1,4 @@
-"""The shape of a dense Llama-like model, which FLOPs, bytes and memory follow from."""
+"""The shape of a dense Llama-like model, from which FLOPs, bytes and memory follow."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the model's configuration says, and the numbers of parameters that follow."""
+    """Sizes from the model's configuration, and the parameter counts that follow."""
 
     num_layers: int
     hidden_size: int
@@ -27,7 +27,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "ModelShape | None":
-        """Of a ``config.json``; None where the formulas do not hold: a mixture of experts, a model of another kind."""
+        """From a ``config.json``; None if the formulas do not hold: mixtures of experts, other architectures."""
         if any(not isinstance(config.get(key), int) for key in NEEDED_KEYS):
             return None
         if any(config.get(key) for key in EXPERT_KEYS):
@@ -46,28 +46,28 @@ class ModelShape:
 
     @property
     def attention_size(self) -> int:
-        """Width of all heads' queries together."""
+        """Total width of all query heads."""
         return self.num_heads * self.head_size
 
     @property
     def kv_size(self) -> int:
-        """Width of all heads' keys together, or values."""
+        """Total width of all key heads, or value heads."""
         return self.num_kv_heads * self.head_size
 
     @property
     def matrix_parameters(self) -> int:
-        """In the layers' matrices: what a token's FLOPs follow from."""
+        """Parameters of the layers' matrices, which determine a token's FLOPs."""
         attention = 2 * self.hidden_size * (self.attention_size + self.kv_size)
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
     @property
     def body_parameters(self) -> int:
-        """In the layers' matrices and norms: what takes memory."""
+        """Parameters of the layers' matrices and norms, which take memory."""
         return self.matrix_parameters + self.num_layers * 2 * self.hidden_size
 
     @property
     def embedding_parameters(self) -> int:
-        """In the input embedding, and in the LM head."""
+        """Parameters of the input embedding, and of the LM head."""
         return self.vocab_size * self.hidden_size
 
     @property
@@ -76,18 +76,18 @@ class ModelShape:
         return self.hidden_size * max(self.vocab_size, self.intermediate_size, self.attention_size)
 
     def outer_parameters(self, *, lm_head: bool) -> int:
-        """Outside the layers: of a causal LM, or of the same backbone under a scalar head."""
+        """Parameters outside the layers: of a causal LM, or of the same backbone with a scalar head."""
         return self.embedding_parameters * (2 if lm_head and not self.tied else 1)
 
     def parameters(self, *, lm_head: bool) -> int:
-        """All of them, as ``outer_parameters`` counts."""
+        """All parameters; ``lm_head`` as in ``outer_parameters``."""
         return self.body_parameters + self.outer_parameters(lm_head=lm_head)
 
 
 def read_model_config(path: str) -> dict[str, Any] | None:
-    """The ``config.json`` of a local model directory, or of a hub model that has it in the cache; None for others.
+    """The ``config.json`` of a local model directory, or of a hub model in the cache; None for others.
 
-    Never goes to the network. Raises ConfigError where the file is not a JSON object.
+    Never uses the network. Raises ConfigError if the file is not a JSON object.
     """
     file = Path(path) / "config.json"
     if not file.is_file():

@@ -1,9 +1,9 @@
-"""Who sits where: pure arithmetic from a configuration to placement-group bundles.
+"""Which role runs where: pure arithmetic from a configuration to placement-group bundles.
 
 ``separate`` gives every rank and every rollout worker bundles of its own. ``colocate`` gives each learner rank one GPU
 and lets the reference, the critic, the reward model and the rollout workers share those same GPUs. Rollout workers and
 reward-function workers scale independently of everything else, so each rollout worker has its own placement group
-wherever it does not share one.
+unless it shares GPUs.
 """
 
 from dataclasses import dataclass, field
@@ -15,16 +15,16 @@ from rlhf.reward_config import RewardTrainingConfig
 Device = Literal["cpu", "gpu"]
 Bundle = dict[str, float]
 
-# Shares of one GPU that Ray books for the roles on it. They only make Ray put all of them on the same GPU and nothing
-# else beside them; memory is divided elsewhere.
+# Shares of one GPU that Ray reserves for each role. They only make Ray put these roles, and nothing else, on one GPU;
+# memory is divided elsewhere.
 GPU_SHARES = {"learner": 0.4, "critic": 0.2, "reference": 0.1, "reward_model": 0.1, "rollout": 0.2}
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One actor's place: a bundle of a placement group, and what it books there.
+    """One actor's place: a bundle of a placement group, and what it reserves there.
 
-    ``spans``: bundles of the same group whose GPUs it uses without booking them (tensor parallelism over shared GPUs).
+    ``spans``: bundles of the same group whose GPUs it uses without a reservation (tensor parallelism, shared GPUs).
     """
 
     group: str
@@ -32,12 +32,12 @@ class Slot:
     num_cpus: float
     num_gpus: float
     spans: tuple[int, ...] = ()
-    resources: dict[str, float] = field(default_factory=dict)  # beside CPUs and GPUs
+    resources: dict[str, float] = field(default_factory=dict)  # other than CPUs and GPUs
 
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """One placement group to ask for."""
+    """One placement group to request."""
 
     name: str
     bundles: tuple[Bundle, ...]
@@ -53,7 +53,7 @@ class Topology:
     slots: dict[str, tuple[Slot, ...]]
 
     def totals(self) -> Bundle:
-        """What all bundles together ask of the cluster."""
+        """The resources that all bundles together request."""
         total: Bundle = {}
         for group in self.groups:
             for bundle in group.bundles:
@@ -87,7 +87,7 @@ def plan_topology(config: Config | RewardTrainingConfig, device: Device) -> Topo
 
 
 def _own_group(role: str, ranks: int, cpus: int, device: Device) -> tuple[GroupSpec, tuple[Slot, ...]]:
-    """A placement group for the ranks of one role, a bundle each."""
+    """A placement group for the ranks of one role, with one bundle each."""
     gpus = 1.0 if device == "gpu" else 0.0
     group = GroupSpec(role, (_bundle(cpus, gpus),) * ranks, "PACK")
     return group, tuple(Slot(role, rank, cpus, gpus) for rank in range(ranks))
@@ -122,7 +122,7 @@ def rollout_worker_group(config: Config, device: Device, worker: int, kind: str)
 
 
 def _shared(config: Config, device: Device) -> tuple[list[GroupSpec], dict[str, tuple[Slot, ...]]]:
-    """One bundle per learner rank. Those that a tensor-parallel engine spans make a group of their own, on one node."""
+    """One bundle per learner rank. The bundles of one tensor-parallel engine form their own group, on one node."""
     count, tp = config.num_shared_bundles, config.rollout.tensor_parallel_size
     gpus = 1.0 if device == "gpu" else 0.0
     per_group = tp if tp > 1 else count

@@ -1,7 +1,7 @@
-"""What a run takes of its GPUs: bytes of every role, and of every kind of GPU in each phase.
+"""A run's GPU memory: bytes per role, and per kind of GPU in each phase.
 
-Roles that share a GPU take turns: vLLM is awake while learner and critic idle, and the frozen models score what it has
-finished; then learner and critic score, then they train side by side.
+Roles that share a GPU take turns: vLLM is awake while learner and critic are idle, and the frozen models score what it
+has finished; then learner and critic score, then they train concurrently.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ LEARNERS = ("learner", "critic")
 
 @dataclass(frozen=True)
 class Choice:
-    """What a learner's settings may leave open, decided: the arguments of ``learner_memory`` by these names."""
+    """Decisions that a learner's settings may leave open, named like the arguments of ``learner_memory``."""
 
     checkpointing: bool
     offloads: bool
@@ -40,11 +40,11 @@ class Choices:
         return iter(self.by_role)
 
     def vary(self, role: str, **changes: bool) -> "Choices":
-        """The same but for these fields of ``role``'s."""
+        """The same choices with these fields of ``role`` changed."""
         return Choices({**self.by_role, role: replace(self[role], **changes)})
 
     def as_fast_as(self, other: "Choices") -> bool:
-        """Whether no role recomputes or moves anything that it does not under ``other``."""
+        """Whether no role recomputes or moves anything that it would not under ``other``."""
         return all(
             self[role].checkpointing <= other[role].checkpointing and self[role].offloads <= other[role].offloads
             for role in self
@@ -53,20 +53,20 @@ class Choices:
 
 @dataclass(frozen=True)
 class Usage:
-    """Predicted bytes of one rank of every role, and of every kind of GPU in each phase."""
+    """Predicted bytes of one rank per role, and per kind of GPU in each phase."""
 
     roles: dict[str, RoleMemory]  # learner first; rollout workers by their kind's key
-    gpus: dict[str, dict[str, float]]  # who sits there ('shared', or a role) -> phase -> bytes
+    gpus: dict[str, dict[str, float]]  # who runs there ('shared', or a role) -> phase -> bytes
 
     def gpu_of(self, role: str) -> dict[str, float]:
-        """Bytes in each phase on the GPU that ``role`` sits on."""
+        """Bytes in each phase on ``role``'s GPU."""
         return self.gpus["shared" if "shared" in self.gpus else role]
 
 
 def predict(config: AnyConfig, device_bytes: float, choices: Choices) -> Usage:
-    """The usage of GPUs of ``device_bytes``.
+    """Predicted usage on GPUs of ``device_bytes``.
 
-    The policy's ``config.json`` must be at hand; other models whose own is not count as large as the policy.
+    The policy's ``config.json`` must be available; other models without one are assumed to be as large as the policy.
     """
     if isinstance(config, RewardTrainingConfig):
         learner = _reward_learner(config, choices["learner"])
@@ -147,7 +147,7 @@ def _engine(config: Config, settings: RolloutConfig, device_bytes: float) -> Rol
 
 
 def _shape(config: AnyConfig, path: str | None = None) -> ModelShape:
-    """The shape of the model at ``path``; the policy's where that is None or not known."""
+    """The shape of the model at ``path``; the policy's if that is None or unknown."""
     shape = read_shape(path or config.model.path) or read_shape(config.model.path)
     assert shape is not None, "the policy's shape is known"
     return shape
@@ -158,18 +158,18 @@ def _element_bytes(config: AnyConfig) -> int:
 
 
 def _fullest(config: Config, token_budget: int) -> int:
-    """Tokens of the fullest micro-batch: a small batch does not fill the budget."""
+    """Tokens in the fullest micro-batch: a small batch does not fill the budget."""
     return min(token_budget, config.algorithm.num_sequences * config.max_sequence_tokens)
 
 
 def _separate_phases(config: Config, roles: Mapping[str, RoleMemory]) -> dict[str, dict[str, float]]:
-    """Every role has GPUs of its own, and one phase in which it takes the most."""
+    """Every role has its own GPUs, and one phase in which it takes the most."""
     phase = dict.fromkeys(LEARNERS, "train") | {kind_key(kind): "generate" for kind in config.rollout.kinds()}
     return {role: {phase.get(role, "score"): memory.peak} for role, memory in roles.items()}
 
 
 def _shared_phases(config: Config, roles: Mapping[str, RoleMemory]) -> dict[str, dict[str, float]]:
-    """All roles on the same GPUs, in turns; of the fullest GPU."""
+    """All roles take turns on the same GPUs; the bytes are those of the fullest GPU."""
     models = [
         (role in LEARNERS, -(-ranks // config.num_shared_bundles), roles[role])  # learns?, ranks on that GPU
         for role, (ranks, _) in model_roles(config).items()

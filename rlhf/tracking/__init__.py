@@ -1,4 +1,4 @@
-"""What a run records of itself: metrics per step, progress at the terminal, sampled completions, the final summary."""
+"""What a run records: metrics per step, progress on the terminal, sampled completions, the final summary."""
 
 from rlhf.tracking.metrics import rollout_metrics
 from rlhf.tracking.performance import Roofline

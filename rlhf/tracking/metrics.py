@@ -1,4 +1,4 @@
-"""Rewards and completion lengths of one batch as named numbers. The names are TRL's, so its dashboards fit."""
+"""Rewards and completion lengths of one batch as named numbers. The names are TRL's, so its dashboards work."""
 
 import math
 import statistics
@@ -25,9 +25,9 @@ def rollout_metrics(rollouts: Sequence[Rollout], scores: Scores, *, group_size: 
 
 
 def reward_metrics(rewards: Tensor, *, group_size: int) -> Metrics:
-    """``reward``, ``reward_std``: mean and deviation of the completions that have a reward (NaN, 0 if none has);
-    ``reward/abstained``: share of those that have none; ``frac_reward_zero_std``: share of groups whose rewards are all
-    equal, from which a grouped algorithm learns nothing (left out for groups of one).
+    """``reward``, ``reward_std``: mean and deviation over the completions with a reward (NaN, 0 if there are none);
+    ``reward/abstained``: share of completions without one; ``frac_reward_zero_std``: share of groups whose rewards are
+    all equal, from which a grouped algorithm learns nothing (omitted for groups of one).
 
     rewards float [S], NaN where missing.
     """
@@ -44,7 +44,7 @@ def reward_metrics(rewards: Tensor, *, group_size: int) -> Metrics:
 
 
 def function_metrics(name: str, scores: Sequence[float]) -> Metrics:
-    """Mean and deviation of one reward function over the rows where it did not abstain (NaN); NaN where too few."""
+    """Mean and deviation of one reward function over the rows where it did not abstain (NaN); NaN if too few."""
     given = [score for score in scores if not math.isnan(score)]
     return {
         f"rewards/{name}/mean": statistics.fmean(given) if given else math.nan,
@@ -53,7 +53,7 @@ def function_metrics(name: str, scores: Sequence[float]) -> Metrics:
 
 
 def length_metrics(rollouts: Sequence[Rollout]) -> Metrics:
-    """Completion lengths in tokens, of all and of those that ended by themselves (0 if none did, as in TRL)."""
+    """Completion lengths in tokens: of all, and of those that were not truncated (0 if none, as in TRL)."""
     lengths = [len(r.token_ids) for r in rollouts]
     terminated = [len(r.token_ids) for r in rollouts if not r.truncated]
     return {

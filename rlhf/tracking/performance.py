@@ -1,4 +1,4 @@
-"""How near a training step came to what its devices can do, and what held it up."""
+"""How close a training step came to its devices' peaks, and what limited it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from rlhf.roles import Metrics
 
 @dataclass(frozen=True)
 class Limit:
-    """What can bound a phase: ``bound`` where the share ``figure`` is at least ``reached_at``, else ``otherwise``."""
+    """What can bound a phase: ``bound`` if the share ``figure`` is at least ``reached_at``, else ``otherwise``."""
 
     figure: str
     label: str
@@ -23,8 +23,8 @@ class Limit:
     peak: str  # what the figure is a share of
 
 
-# A phase counts as bound from about half of the best that was measured on (benchmarks/RESULTS.md): updates at 64 % of
-# the matrix rate, NCCL's broadcast at 59 % of the link's nominal rate. Nothing came near the memory bandwidth so far.
+# A phase counts as bound above about half of the best measured share (benchmarks/RESULTS.md): updates at 64 % of the
+# matrix rate, NCCL's broadcast at 59 % of the link's nominal rate. Nothing has come near the memory bandwidth so far.
 LIMITS = {
     "generate": Limit(
         "perf/hbm_decode", "HBM", "memory bandwidth", 0.35, "engine overhead", "memory bandwidth, generating"
@@ -36,7 +36,7 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """The phase that took longest, and what bounds it where that is known."""
+    """The phase that took longest, and what bounds it, if known."""
 
     phase: str
     bound: str | None = None
@@ -52,7 +52,7 @@ class Bottleneck:
 
 
 def find_bottleneck(phases: Mapping[str, float], figures: Mapping[str, float]) -> Bottleneck | None:
-    """What held the step up: ``phases`` in seconds, ``figures`` as of ``Roofline``. None where no time passed."""
+    """What limited the step: ``phases`` in seconds, ``figures`` from ``Roofline``. None if no time passed."""
     if not any(phases.values()):
         return None
     phase = max(phases, key=lambda name: phases[name])
@@ -66,10 +66,10 @@ def find_bottleneck(phases: Mapping[str, float], figures: Mapping[str, float]) -
 
 @dataclass(frozen=True)
 class Roofline:
-    """Shares of the devices' peaks that a step used. What is unknown is None, and the figures it takes are left out."""
+    """Shares of the devices' peaks that a step used. What is unknown is None; figures that need it are left out."""
 
     policy: ModelShape | None
-    critic: ModelShape | None  # None also where there is no critic
+    critic: ModelShape | None  # None also without a critic
     learner_peaks: Peaks | None
     rollout_peaks: Peaks | None
     num_update_gpus: int  # of policy and critic together
@@ -86,7 +86,7 @@ class Roofline:
     ) -> "Roofline":
         """``policy``, ``critic``: None where the shape is unknown; ``devices``: torch's names by role.
 
-        The peaks are those of bfloat16, so a float32 run has none; nor has a pool of several kinds of worker.
+        The peaks are for bfloat16, so a float32 run has none; neither does a pool with several worker kinds.
         """
         known = config.model.dtype != "float32"
         critic_ranks = config.critic.num_ranks if config.uses_critic else 0
@@ -108,11 +108,11 @@ class Roofline:
     def figures(
         self, batch: TrainBatch, phases: Mapping[str, float], *, step: int, generate_s: float, num_workers: int
     ) -> Metrics:
-        """What is known of ``perf/mfu_update``, ``perf/hbm_decode`` and ``perf/link_sync``, each a share of 1.
+        """``perf/mfu_update``, ``perf/hbm_decode`` and ``perf/link_sync`` where known, each a share of 1.
 
-        ``phases``: wall seconds of the step's phases; ``generate_s``: how long ``num_workers`` rollout workers were at
-        it. ``link_sync`` takes the learner's NVLink, or a copy within
-        the GPU where it is shared, whatever lies between the two; across hosts it is small.
+        ``phases``: wall seconds of the step's phases; ``generate_s``: how long ``num_workers`` rollout workers
+        generated. ``link_sync`` assumes the learner's NVLink, or a copy within a shared GPU, whatever the actual path;
+        across hosts it is small.
         """
         found: Metrics = {}
         if self.policy is None:

@@ -1,4 +1,4 @@
-"""What the user sees while a run goes on: one live line on a terminal, one plain line per step elsewhere."""
+"""What the user sees during a run: one live line on a terminal, one plain line per step elsewhere."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from rlhf.tracking.performance import Bottleneck
 
 TEXT_WIDTH = 240  # characters of a prompt or completion in the table
 SHOWN_FROM_S = 0.05  # a shorter phase would read 0.0 s
-HEADLINES = ("reward", "accuracy", "margin")  # what says whether a run works: a policy's; a reward model's
+HEADLINES = ("reward", "accuracy", "margin")  # whether a run works: first for a policy, the others for a reward model
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def step_line(
     for name, seconds in record.items():
         if name.startswith("time/") and seconds is not None and seconds >= SHOWN_FROM_S:
             parts.append(f"{name.removeprefix('time/').removesuffix('_s')} {seconds:.1f} s")
-    if bottleneck is not None and bottleneck.bound is not None:  # the longest phase alone can be seen above
+    if bottleneck is not None and bottleneck.bound is not None:  # the longest phase alone is visible above
         parts.append(f"bound by {bottleneck}")
     return "  ".join(parts)
 
@@ -50,7 +50,7 @@ def _number(value: float | None) -> str:
 
 
 class ProgressDisplay:
-    """Prints to ``console``; with ``enabled`` False only what ``note`` is given. Lives from the first phase on."""
+    """Prints to ``console``; with ``enabled`` False only notes. The live line appears with the first phase."""
 
     def __init__(self, console: Console, *, num_steps: int, enabled: bool) -> None:
         self._console, self._num_steps, self._enabled = console, num_steps, enabled
@@ -62,7 +62,7 @@ class ProgressDisplay:
         self._live: Live | None = None
 
     def phase(self, name: str | None) -> None:
-        """``name`` begins; None: nothing is measured now."""
+        """Phase ``name`` begins; None: nothing is being measured."""
         self._phase, self._phase_started = name, time.monotonic()
         if self._enabled and self._console.is_interactive and self._live is None:
             self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4)
@@ -75,7 +75,7 @@ class ProgressDisplay:
             self.note(self._line)
 
     def resumed(self, step: int) -> None:
-        """The run goes on after ``step``."""
+        """The run resumes after ``step``."""
         self._step = step
 
     def evaluation(self, step: int, record: Mapping[str, float | None]) -> None:
@@ -96,11 +96,11 @@ class ProgressDisplay:
         self._console.print(table)
 
     def note(self, message: str) -> None:
-        """One line, whatever is enabled."""
+        """One line, printed even if the display is disabled."""
         self._console.print(message, soft_wrap=True, markup=False, highlight=False)
 
     def close(self) -> None:
-        """Leaves the live line as it is and gives the terminal back."""
+        """Leaves the live line as it is and releases the terminal."""
         self._phase = None
         if self._live is not None:
             self._live.stop()
@@ -114,7 +114,7 @@ class ProgressDisplay:
         return Group(bar, Text(self._line)) if self._line else Group(bar)
 
     def _excerpt(self, text: str) -> Text:
-        """Beginning and end of a long text; what a terminal would obey or cannot show is escaped."""
+        """Beginning and end of a long text; characters that a terminal would interpret or cannot show are escaped."""
         if len(text) > TEXT_WIDTH:
             text = f"{text[: TEXT_WIDTH // 2]} [...] {text[-TEXT_WIDTH // 2 :]}"
         visible = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

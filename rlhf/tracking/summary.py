@@ -1,4 +1,4 @@
-"""summary.json: what came of a run, for people and for scripts."""
+"""summary.json: the outcome of a run, for people and for scripts."""
 
 import importlib.metadata
 import json
@@ -38,7 +38,7 @@ def write_summary(
     """Writes ``run_dir/summary.json``, whole or not at all, and returns what it holds.
 
     ``eval_before`` and ``eval_after``: metrics of the held-out prompts before the first and after the last step, None
-    if not evaluated. ``steps``: training steps finished. ``peak_memory_gib``: of each role, on ``host`` and ``gpu``.
+    if not evaluated. ``steps``: training steps finished. ``peak_memory_gib``: per role, on ``host`` and ``gpu``.
     Adds ``performance`` from the run's metrics.jsonl.
     """
     summary = {
@@ -60,7 +60,7 @@ def write_summary(
 
 
 def performance(run_dir: Path) -> dict[str, Any]:
-    """``bottleneck``: the most frequent one, ``bottleneck_steps``: of how many steps; the median of every ``perf/*``.
+    """``bottleneck``: the most frequent one; ``bottleneck_steps``: in how many steps; the median of every ``perf/*``.
 
     Medians, because a run's first step compiles. Empty where metrics.jsonl names no bottleneck.
     """
@@ -76,7 +76,7 @@ def performance(run_dir: Path) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the run stands on, by distribution name. Imports none of them."""
+    """Versions of the packages that the run depends on, by distribution name. Imports none of them."""
     found = {"python": platform.python_version(), "rlhf": rlhf.__version__}
     for name in PACKAGES:
         distribution = next(iter(importlib.metadata.distributions(name=name)), None)

@@ -1,4 +1,4 @@
-"""The driver's notebook: measures phases, counts tokens, and hands each step's numbers to every writer."""
+"""The driver's logbook: measures phases, counts tokens, and passes each step's numbers to every writer."""
 
 import time
 import warnings
@@ -20,14 +20,14 @@ from rlhf.tracking.writers import JsonLines, ScalarWriter, TensorBoard, WeightsA
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-OUTSIDE_STEPS = frozenset({"start", "evaluate", "checkpoint"})  # phases that are no part of a step's own time
+OUTSIDE_STEPS = frozenset({"start", "evaluate", "checkpoint"})  # phases that do not count towards a step's time
 
 
 class Tracker:
     """Records one run under ``run_dir``: metrics.jsonl, eval.jsonl, completions.jsonl, TensorBoard and W&B.
 
-    The files open at the first record, cut back to the step that the run goes on from: so a run that dies while it
-    starts leaves the last one's records alone. Raises ConfigError where W&B is asked for and cannot be had.
+    The files open at the first record, cut back to the step from which the run resumes, so a run that dies during
+    start-up leaves the previous records alone. Raises ConfigError if W&B is requested but unavailable.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Tracker:
         self.num_tokens = 0  # prompt and completion tokens of all steps
         self.phases: dict[str, float] = {}  # wall seconds of each phase, over the whole run
         self._config, self._tokenizer = config, tokenizer
-        self._step = -1  # of the last record that stays; -1: none does
+        self._step = -1  # of the last record that is kept; -1: none
         self._since_step: dict[str, float] = {}  # wall seconds of each phase since the last step's record
         self._phase: str | None = None
         self._phase_started_s = 0.0
@@ -58,17 +58,17 @@ class Tracker:
 
     @property
     def wall_s(self) -> float:
-        """Wall seconds of the run, those before the checkpoint it went on from included."""
+        """Wall seconds of the run, including those before the checkpoint it resumed from."""
         return time.perf_counter() - self._started_s
 
     @property
     def step_phases(self) -> dict[str, float]:
-        """Wall seconds of each phase since the last step's record, without those that are no part of a step."""
+        """Wall seconds of each phase since the last step's record, without the phases outside steps."""
         return {name: seconds for name, seconds in self._since_step.items() if name not in OUTSIDE_STEPS}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the wall seconds of its body to phase ``name``. Within another phase, they are not the other's."""
+        """Adds the wall seconds of its body to phase ``name``. An enclosing phase does not count them."""
         outer = self._phase
         self._enter(name)
         try:
@@ -77,7 +77,7 @@ class Tracker:
             self._enter(outer)
 
     def _enter(self, phase: str | None) -> None:
-        """The phase that was on ends here, and ``phase`` begins; None: no phase does."""
+        """Ends the current phase and begins ``phase``; None: begins none."""
         now_s = time.perf_counter()
         if self._phase is not None:
             for seconds in (self.phases, self._since_step):
@@ -90,11 +90,11 @@ class Tracker:
     ) -> None:
         """Records training step ``step``, which trained on ``num_tokens`` prompt and completion tokens.
 
-        ``num_episodes``: completions it sampled, for ``eps``, TRL's name of episodes per second.
+        ``num_episodes``: completions it sampled, for ``eps``, TRL's name for episodes per second.
 
         ``time/<phase>_s`` are seconds since the last step's record, so an evaluation or a checkpoint appears with the
-        step after it; ``tokens_per_s`` and ``eps`` leave those out, and are absent where no phase was measured, as is
-        ``bottleneck``, a name: the phase that took longest, and what bounds it where ``metrics`` tell.
+        step after it; ``tokens_per_s`` and ``eps`` leave those out. They are absent if no phase was measured, and so is
+        ``bottleneck``, a name: the phase that took longest, and what bounds it if ``metrics`` show that.
         """
         assert step > self._step, f"step {step} was recorded before"
         self.num_tokens += num_tokens
@@ -139,12 +139,12 @@ class Tracker:
         self._display.completions(step, rows)
 
     def note(self, message: str) -> None:
-        """Tells the user one line, progress display or not."""
+        """Prints one line for the user, with or without the progress display."""
         self._display.note(message)
 
     def close(self) -> None:
-        """Closes every file and writer and gives the terminal back; more than once does no harm."""
-        with ExitStack() as stack:  # each of them, even if one fails
+        """Closes every file and writer and releases the terminal; safe to call more than once."""
+        with ExitStack() as stack:  # closes each of them, even if one fails
             for resource in (*self._files.values(), *self._writers, self._display):
                 stack.callback(resource.close)
         self._files, self._writers = {}, []
@@ -154,7 +154,7 @@ class Tracker:
         return {"step": self._step, "num_tokens": self.num_tokens, "wall_s": self.wall_s, "phases": dict(self.phases)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from ``state_dict``: what this process has measured so far (its start) comes on top."""
+        """Resumes from ``state_dict``, adding what this process has measured so far (its start-up)."""
         assert not self._files, "the files are already open; load before the first record"
         self._step, self.num_tokens = state["step"], state["num_tokens"]
         self._started_s -= state["wall_s"]
@@ -166,9 +166,9 @@ class Tracker:
     def _record(
         self, file: str, step: int, values: Mapping[str, float], names: Mapping[str, str] | None = None
     ) -> dict[str, float | None]:
-        """Gives the values to the file and every writer, and ``names``, which no writer can draw, to the file alone.
+        """Passes the values to the file and every writer, and ``names``, which writers cannot plot, to the file only.
 
-        Returns the values with None for what is not finite.
+        Returns the values, with None for those that are not finite.
         """
         recorded = finite(values)
         for name in (name for name, value in recorded.items() if value is None and name not in self._warned):

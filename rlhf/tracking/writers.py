@@ -1,4 +1,4 @@
-"""Where numbers go: JSON lines, TensorBoard, Weights & Biases; and files that are written whole or not at all."""
+"""Where numbers go: JSON lines, TensorBoard, Weights & Biases; and files that are written completely or not at all."""
 
 import importlib
 import json
@@ -13,7 +13,7 @@ from rlhf.errors import ConfigError, DataError
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes beside ``path`` and renames: whoever reads it meets the old content or the new, never a part."""
+    """Writes next to ``path`` and renames: readers see the old content or the new, never a part."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -23,7 +23,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """The metrics as plain numbers, None where one is NaN or infinite: JSON has no word for those."""
+    """The metrics as plain numbers, None where one is NaN or infinite: JSON cannot express those."""
     plain = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
     return {name: value if math.isfinite(value) else None for name, value in plain.items()}
 
@@ -31,8 +31,8 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
 class JsonLines:
     """A ``.jsonl`` file of records that carry their ``step``; every line reaches the file before ``append`` returns.
 
-    Lines of steps after ``keep_to_step`` are dropped on opening, because the run does those steps again;
-    ``num_dropped`` counts them. Raises DataError where the file is not what an earlier run wrote.
+    Lines of steps after ``keep_to_step`` are dropped on opening, because the run repeats those steps;
+    ``num_dropped`` counts them. Raises DataError if the file is not what an earlier run wrote.
     """
 
     def __init__(self, path: Path, *, keep_to_step: int) -> None:
@@ -48,7 +48,7 @@ class JsonLines:
 
 
 def _drop_after(path: Path, step: int) -> int:
-    """Rewrites the file without the lines of later steps, nor a last line that a crash left half-written."""
+    """Rewrites the file without the lines of later steps, and without a last line cut short by a crash."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     kept = []
     for number, line in enumerate(lines, start=1):
@@ -65,7 +65,7 @@ def _drop_after(path: Path, step: int) -> int:
 
 
 class ScalarWriter(Protocol):
-    """Something that draws curves."""
+    """Something that plots curves."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -90,9 +90,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A W&B run named after the run directory. Its id is kept there, so a resumed run goes on in the same one.
+    """A W&B run named after the run directory. Its id is kept there, so a resumed run continues the same one.
 
-    Raises ConfigError where the package is missing or W&B does not start.
+    Raises ConfigError if the package is missing or W&B does not start.
     """
 
     def __init__(self, project: str, run_dir: Path) -> None:
@@ -115,7 +115,7 @@ class WeightsAndBiases:
                 f"{key}: W&B did not start ({' '.join(str(error).split())}); run `wandb login`, or use "
                 "WANDB_MODE=offline, or set it to null"
             ) from error
-        # W&B drops what goes back in its own step count, as a resumed run does; so ours is a metric of its own.
+        # W&B drops records whose step goes back, as a resumed run's do; so our step is a metric of its own.
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -1,8 +1,8 @@
 """One DeepSpeed engine, shared by everything that learns: policy, critic and reward model.
 
-It knows how to run micro-batches through a model, take one optimiser step over them, and save and load itself. What the
-loss is comes from outside as a function; the loss is a plain sum whose normaliser was fixed before the first forward,
-so the gradient does not depend on how sequences were packed, into how many micro-batches, or over how many ranks.
+It runs micro-batches through a model, takes one optimiser step over them, and saves and loads itself. The loss is
+passed in as a function: a plain sum whose normaliser was fixed before the first forward, so the gradient does not
+depend on how sequences were packed, into how many micro-batches, or over how many ranks.
 """
 
 import math
@@ -25,11 +25,11 @@ from rlhf.training.parking import Parking
 from rlhf.training.weights import gathered_state_dict
 
 LossFn = Callable[[Any, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
-"""(model output, its micro-batch on the same device) -> (loss, stats): sums, which simply add up over micro-batches and
-ranks, but for a stat whose name ends in ``_max``, of which the largest is kept. It should not wait for the device:
-below ZeRO-3, whose backward waits anyway, the host then works ahead."""
+"""(model output, its micro-batch on the same device) -> (loss, stats): sums over the micro-batch, which are added over
+micro-batches and ranks; of a stat whose name ends in ``_max``, the largest is kept. It should not wait for the device:
+below ZeRO-3, whose backward waits anyway, the host then runs ahead."""
 
-DUMMY_TOKENS = 2  # a rank without a sequence in some round runs this many tokens at zero weight
+DUMMY_TOKENS = 2  # a rank without a sequence in a round runs this many tokens at zero weight
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -47,7 +47,7 @@ def init_distributed(device: torch.device, timeout_s: float) -> None:
     import deepspeed.ops
 
     if device.type == "cpu":
-        # An op for tensor-parallel inference that nobody here uses; building it takes most of a minute.
+        # An op for tensor-parallel inference, which is not used here; building it takes most of a minute.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(
         dist_backend="nccl" if device.type == "cuda" else "gloo", verbose=False, timeout=timedelta(seconds=timeout_s)
@@ -57,7 +57,7 @@ def init_distributed(device: torch.device, timeout_s: float) -> None:
 def deepspeed_config(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any]:
     """The DeepSpeed JSON for a learner. We own the accumulation boundary: any number of backwards, then one step.
 
-    Raises ConfigError where DeepSpeed cannot add up gradients as asked.
+    Raises ConfigError if DeepSpeed cannot sum gradients as requested.
     """
     low_precision = dtype == torch.bfloat16
     float32_sums = low_precision and config.float32_gradients
@@ -74,17 +74,17 @@ def deepspeed_config(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any
         "managed_gradient_accumulation": False,
         # immediate_grad_update: at stage 1 no second, bfloat16 copy of float32 gradients waits for the step
         "bf16": {"enabled": low_precision, "check_grad_overflow": True, "immediate_grad_update": True},
-        # Stage 3 would round buffers to bfloat16 as they are made: rotary frequencies, so every angle would be wrong.
+        # Stage 3 would round buffers to bfloat16 on creation: rotary frequencies, so every angle would be wrong.
         "data_types": {"keep_in_fp32_modules": ["*"]} | ({"grad_accum_dtype": "fp32"} if float32_sums else {}),
         # Stage 1 sends the sums, once a step: in bfloat16 they would be rounded at the very end. Stages 2 and 3 send
-        # each micro-batch's gradient before it is added, in the bfloat16 that it was computed in.
+        # each micro-batch's gradient before it is added, in bfloat16, as it was computed.
         **({"communication_data_type": "fp32"} if float32_sums and config.zero_stage == 1 else {}),
         "gradient_clipping": config.optimizer.max_grad_norm,
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             "stage": config.zero_stage,
-            # Prefetching across the end of a no-grad forward leaves parameters in flight, which a later gather refuses.
+            # Prefetching past the end of a no-grad forward leaves parameters in flight, which a later gather rejects.
             "stage3_prefetch_bucket_size": 0,
             "stage3_param_persistence_threshold": 0,
             "contiguous_gradients": True,
@@ -94,7 +94,7 @@ def deepspeed_config(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any
 
 
 def make_optimizer(parameters: list[nn.Parameter], config: LearnerConfig) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter 2019): torch's fused one; DeepSpeed's CPU one where the state is offloaded."""
+    """AdamW (Loshchilov & Hutter 2019): torch's fused one; DeepSpeed's CPU one if the state is offloaded."""
     settings = config.optimizer
     kwargs: dict[str, Any] = {
         "lr": settings.learning_rate,
@@ -110,7 +110,7 @@ def make_optimizer(parameters: list[nn.Parameter], config: LearnerConfig) -> tor
 
 
 def lr_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
-    """The learning rate's factor at optimiser step ``step`` (from 0): linear warm-up, then the schedule down to 0."""
+    """The learning-rate factor at optimiser step ``step`` (from 0): linear warm-up, then the schedule down to 0."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     if config.schedule == "constant":
@@ -120,7 +120,7 @@ def lr_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
 
 
 class Engine:
-    """A packed model under DeepSpeed, on this process's one device."""
+    """A packed model under DeepSpeed, on this process's only device."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class Engine:
     ) -> None:
         """``load_model`` runs under ZeRO-3's partitioning context, so no rank ever holds the whole model.
 
-        ``config``: what it leaves open is off (rlhf.planning.fit decides before).
+        ``config``: options left open are off (rlhf.planning.fit decides them beforehand).
         """
         import deepspeed
         from transformers.integrations.deepspeed import HfDeepSpeedConfig
@@ -141,7 +141,7 @@ class Engine:
         self.config, self.device = config, device
         ds_config = deepspeed_config(config, dtype)
         ds_config["train_batch_size"] = dist.get_world_size()
-        # transformers looks for this object (weakly held) and then loads shard by shard
+        # transformers finds this object through a weak reference and then loads shard by shard
         self._hf_config = HfDeepSpeedConfig(ds_config) if config.zero_stage == 3 else None
         model = load_model()
         if config.gradient_checkpointing:
@@ -156,7 +156,7 @@ class Engine:
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=schedule, config=ds_config, dist_init_required=False
         )
-        # Without ZeRO and bfloat16, DeepSpeed neither keeps a norm nor looks at it: both are done here.
+        # Without ZeRO and bfloat16, DeepSpeed neither keeps nor checks the norm: both are done here.
         self._plain = config.zero_stage == 0 and not self.engine.bfloat16_enabled()
         self.engine.enable_backward_allreduce = not self._plain
 
@@ -175,7 +175,7 @@ class Engine:
         return dist.get_world_size()
 
     def probe(self, *, key: str) -> None:
-        """Raises ConfigError, naming ``key``, where packing would not give the model's own numbers. Collective."""
+        """Raises ConfigError, naming ``key``, if packing would change the model's numbers. Collective."""
         self.engine.eval()
         check_packing(self.engine, self.model, self.device, key=key)
         self.release_gathered()
@@ -184,23 +184,22 @@ class Engine:
     def forward(
         self, micro_batches: Sequence[TrainBatch | None], pick: Callable[[Any], Tensor], *, share_prompts: bool = False
     ) -> list[Tensor]:
-        """``pick(output)`` of each micro-batch, on CPU. None entries run a dummy, so that ranks stay in step.
+        """``pick(output)`` of each micro-batch, on CPU. None entries run a dummy, to keep ranks in step.
 
-        ``share_prompts``: as of ``packed_inputs``; the micro-batches were planned for it.
+        ``share_prompts``: see ``packed_inputs``; the micro-batches were planned for it.
         """
         self.engine.eval()
         outputs = [(batch, pick(self.engine(self._inputs(batch, share_prompts)))) for batch in micro_batches]
-        return [output.cpu() for batch, output in outputs if batch is not None]  # nothing waited for the device before
+        return [output.cpu() for batch, output in outputs if batch is not None]  # the first wait for the device
 
     def step(
         self, micro_batches: Sequence[TrainBatch | None], loss_fn: LossFn, *, share_prompts: bool = False
     ) -> dict[str, float]:
-        """One optimiser step over the micro-batches of all ranks. ``share_prompts``: as of ``forward``.
+        """One optimiser step over the micro-batches of all ranks. ``share_prompts``: see ``forward``.
 
         Returns the stats summed over micro-batches and ranks, with ``loss``, ``grad_norm`` (before clipping),
-        ``learning_rate`` and ``skipped``. That is 1 where the loss or the gradient is not finite, on any rank: weights,
-        optimiser state and schedule are then as if the micro-batches had never been. Every rank must come with the
-        same number of micro-batches.
+        ``learning_rate`` and ``skipped``: 1 if the loss or the gradient is not finite on any rank, which leaves
+        weights, optimiser state and schedule unchanged. Every rank must pass the same number of micro-batches.
         """
         self.engine.train()
         sums: dict[str, Tensor] = {}
@@ -223,8 +222,8 @@ class Engine:
         return {**totals, "grad_norm": float(norm), "learning_rate": learning_rate, "skipped": float(not taken)}
 
     def _take_step(self) -> tuple[bool, Any]:
-        """Clips, and steps unless the gradient's norm is not finite. (whether it stepped, the norm or inf), alike on
-        all ranks. DeepSpeed waits for the device to know, so nothing is lost by knowing it here."""
+        """Clips, and steps if the gradient's norm is finite. Returns (whether it stepped, the norm or inf), the same
+        on all ranks. DeepSpeed waits for the device to learn the norm, so reading it here costs nothing."""
         if not self._plain:
             self.engine.step()
             norm = self.engine.get_global_grad_norm()
@@ -256,12 +255,12 @@ class Engine:
         return totals
 
     def release_gathered(self) -> None:
-        """Returns every parameter to its partition, so that a gather may follow a forward."""
+        """Releases every gathered parameter, so that a gather may follow a forward."""
         if self.config.zero_stage == 3:
             self.engine.empty_partition_cache()
 
     def park_optimizer(self) -> None:
-        """Moves the optimiser's state to host memory. Scoring, gathering and saving still work."""
+        """Moves the optimiser state to host memory. Scoring, gathering and saving still work."""
         if not self._parking.parked:
             self.release_gathered()
             self._parking.park(self._optimizer_tensors())
@@ -271,7 +270,7 @@ class Engine:
         self._parking.unpark()
 
     def _optimizer_tensors(self) -> list[Tensor]:
-        """float32 master weights and moments on this device; not what is at the same time a weight of the model."""
+        """float32 master weights and moments on this device; excluding those that are also weights of the model."""
         zero = self.engine.optimizer
         masters = getattr(zero, "fp32_partitioned_groups_flat", None)  # stage 3
         masters = masters or getattr(zero, "single_partition_of_fp32_groups", None)  # stages 1 and 2
@@ -290,16 +289,16 @@ class Engine:
             self.engine.save_checkpoint(directory, tag="engine", client_state={"rng": torch.get_rng_state()})
 
     def load(self, directory: str) -> None:
-        """Reads what ``save`` wrote. Raises CheckpointError where it does not fit.
+        """Reads what ``save`` wrote. Raises CheckpointError if it does not fit.
 
-        Learning rate, its schedule, weight decay and the gradient clip are this engine's own; DeepSpeed brings back
+        Learning rate, schedule, weight decay and gradient clip stay this engine's own, although DeepSpeed restores
         those of the engine that saved.
         """
         if not Path(directory, "engine").is_dir():
             raise CheckpointError(f"{directory}: holds no engine checkpoint; delete it or set checkpoint.resume=none")
         try:
             _, client_state = self.engine.load_checkpoint(directory, tag="engine")
-        except Exception as error:  # DeepSpeed raises whatever its loader met
+        except Exception as error:  # DeepSpeed raises whatever its loader raises
             raise CheckpointError(
                 f"{directory}: does not load into {self.world_size} ranks at learner.zero_stage="
                 f"{self.config.zero_stage} ({type(error).__name__}: {' '.join(str(error).split())[:200]}); "
@@ -310,10 +309,10 @@ class Engine:
         self._apply_settings()
 
     def _apply_settings(self) -> None:
-        """What may differ from the run that wrote the checkpoint; where nothing does, this changes no bit."""
+        """Applies settings that may differ from those of the run that saved; if none does, no bit changes."""
         settings = self.config.optimizer
         schedule: Any = self.engine.lr_scheduler
-        wrapper: Any = self.engine.optimizer  # of ZeRO or bfloat16: its groups are those of the optimizer inside
+        wrapper: Any = self.engine.optimizer  # of ZeRO or bfloat16: shares its groups with the inner optimizer
         schedule.base_lrs = [settings.learning_rate] * len(self._optimizer.param_groups)
         schedule._last_lr = [settings.learning_rate * factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
         for group, rate in zip(self._optimizer.param_groups, schedule._last_lr, strict=True):
@@ -336,12 +335,12 @@ class Engine:
 
 
 def is_maximum(name: str) -> bool:
-    """Whether the parts of a stat are not added up: of these the largest is kept."""
+    """Whether the largest part of a stat is kept, instead of the sum."""
     return name.endswith("_max")
 
 
 def add_stat(stats: dict[str, Any], name: str, value: Any) -> None:
-    """Joins a part of a stat (a number, or a 0-dim tensor) with those before it; NaN stays NaN."""
+    """Combines a part of a stat (a number, or a 0-dim tensor) with those before it; NaN stays NaN."""
     if name not in stats:
         stats[name] = value
     elif is_maximum(name):
@@ -364,14 +363,14 @@ def _dummy_batch() -> TrainBatch:
 
 
 def _zero_loss(output: Any) -> Tensor:
-    """Zero, but through the whole graph: every rank must run the same backward collectives."""
+    """Zero, but connected to the whole graph: every rank must run the same backward collectives."""
     tensor = output[0] if isinstance(output, tuple) else output
     return tensor.sum() * 0.0
 
 
 def _poison(output: Any, loss: Tensor) -> Tensor:
-    """A part of the loss with no gradient where ``loss`` is finite. Else its gradient is NaN in everything that the
-    model gave, and DeepSpeed, which looks at the gradient's norm over all ranks, does not step. Does not wait."""
+    """A term of the loss with zero gradient if ``loss`` is finite. Otherwise its gradient is NaN in all of the model's
+    output, and DeepSpeed, which checks the gradient's norm over all ranks, does not step. Does not wait."""
     return _zero_loss(output) * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
 
 
@@ -385,5 +384,5 @@ def local_rank_device() -> torch.device:
 
 
 def device_bytes(device: torch.device) -> int:
-    """Memory of a GPU; 0 for the CPU, where nothing is planned."""
+    """Memory of a GPU; 0 for the CPU, which has no memory plan."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0

@@ -1,6 +1,6 @@
-"""What learns: the policy from advantages, the critic from returns. Both are a loss on top of one Engine.
+"""What learns: the policy from advantages, the critic from returns. Each is a loss on top of an Engine.
 
-A third, the reward model, learns from preferences in a run of its own: ``rlhf.training.reward_learner``.
+A third, the reward model, learns from preferences in a separate run: ``rlhf.training.reward_learner``.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ from rlhf.training.engine import Engine, LossFn, add_stat, is_maximum
 
 Part = tuple[list[int], Tensor]
 
-# What TRL's PPO calls the learners' metrics; those not named here keep the names of its GRPO.
+# TRL PPO's names for the learners' metrics; metrics not listed here keep its GRPO names.
 PPO_NAMES = {
     "loss": "loss/policy_avg",
     "approx_kl": "policy/approxkl_avg",
@@ -58,7 +58,7 @@ class PackedLearner:
         return plan[self.engine.rank]
 
     def _units(self, batch: TrainBatch, share_prompts: bool) -> list[Unit]:
-        """What of a batch stays in one micro-batch."""
+        """Sequences that must share a micro-batch."""
         return prompt_units(
             batch,
             share_prompts=share_prompts,
@@ -67,7 +67,7 @@ class PackedLearner:
         )
 
     def _score(self, batch: TrainBatch, pick: Callable[[Any], Tensor]) -> Part:
-        """(sequence indices, [n] scores of their completion tokens) of this rank's share."""
+        """This rank's share: (sequence indices, [n] scores of their completion tokens)."""
         share_prompts = worth_sharing(batch)
         mine = self._micro_batches(batch, share_prompts=share_prompts)
         selected = [batch.select(indices) if indices else None for indices in mine]
@@ -76,8 +76,8 @@ class PackedLearner:
         return [i for indices in mine for i in indices], torch.cat(pieces) if pieces else torch.empty(0)
 
     def _optimise(self, steps: Sequence[TrainBatch], make_loss: Callable[[int], LossFn]) -> dict[str, float]:
-        """One optimiser step per batch. The mean of the metrics of those that were taken (of a ``_max`` the largest; of
-        all if none was), and ``skip_report``."""
+        """One optimiser step per batch. Returns the mean of the metrics over the steps that were taken, or all if none
+        was (for ``_max``, the largest), and ``skip_report``."""
         results: list[dict[str, float]] = []
         for batch in steps:
             assert batch.loss_weights is not None
@@ -92,14 +92,14 @@ class PackedLearner:
             for name, value in result.items():
                 add_stat(means, name, value if is_maximum(name) else value / len(counted))
         skipped = skip_report(results)
-        if skipped:  # these are shares of all that is compared in the update
+        if skipped:  # these are shares of all tokens compared in the update
             means = {name: value for name, value in means.items() if not name.startswith("sampling/")}
         del means["skipped"]
         return means | skipped
 
 
 class BatchLearner(PackedLearner):
-    """Cuts a training batch into optimiser steps: epochs of mini-batches. Subclasses say what the loss is."""
+    """Splits a training batch into optimiser steps: epochs of mini-batches. Subclasses define the loss."""
 
     def __init__(self, engine: Engine, config: AlgorithmConfig, *, seed: int, max_completion_tokens: int) -> None:
         super().__init__(engine)
@@ -113,26 +113,26 @@ class BatchLearner(PackedLearner):
         return merge_scores(batch, [part for part in parts if part is not None])
 
     def _steps(self, batch: TrainBatch, training_step: int) -> list[TrainBatch]:
-        """The batches of the optimiser steps: reshuffled for every epoch, the same way on every rank, and for the
-        critic as for the policy."""
+        """The batches of the optimiser steps: reshuffled for every epoch, the same way on every rank, and
+        for critic and policy."""
         if self.config.steps_per_update == 1:
             return [batch]
         shuffle = torch.Generator().manual_seed(self._seed * 1_000_003 + training_step)
         steps = []
         for _ in range(self.config.num_epochs):
             order = torch.randperm(batch.num_sequences, generator=shuffle).tolist()
-            # in order again within each: sequences that share their prompt are neighbours then
+            # sorted within each, so that sequences that share their prompt are neighbours
             steps += [batch.select(sorted(part)) for part in split_minibatches(order, self.config.num_minibatches)]
         return steps
 
 
 def with_reward(batch: TrainBatch) -> Tensor:
-    """bool [N]: tokens of completions that have a reward."""
+    """bool [N]: tokens of completions with a reward."""
     return (~batch.abstained).repeat_interleave(batch.completion_lengths)
 
 
 class PolicyLearner(BatchLearner):
-    """The policy's loss over completion tokens: the clipped surrogate, or the user's own."""
+    """The policy's loss over completion tokens: the clipped surrogate, or a custom loss."""
 
     def __init__(self, engine: Engine, config: AlgorithmConfig, *, seed: int, max_completion_tokens: int) -> None:
         super().__init__(engine, config, seed=seed, max_completion_tokens=max_completion_tokens)
@@ -155,8 +155,8 @@ class PolicyLearner(BatchLearner):
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
         """All optimiser steps of training step ``step``, counted from 0.
 
-        With a single step the policy that scores is the one that sampled: its own forward gives the old
-        log-probabilities, and none is spent on them beforehand.
+        With a single step the scoring policy is the sampling policy: its own forward gives the old log-probabilities,
+        so none is run beforehand.
         """
         batch = self._score_beforehand(batch)
         steps = [part.with_(loss_weights=self._weights(part)) for part in self._steps(batch, step)]
@@ -168,7 +168,7 @@ class PolicyLearner(BatchLearner):
         return {names.get(name, name): value for name, value in metrics.items()}
 
     def _score_beforehand(self, batch: TrainBatch) -> TrainBatch:
-        """Fills in what an optimiser step needs of the policy as it was before the first one."""
+        """Fills in what the optimiser steps need from the policy before the first one."""
         quantile = self.config.top_entropy_quantile
         if quantile == 1 and (batch.old_logprobs is not None or self.config.steps_per_update == 1):
             return batch
@@ -179,7 +179,7 @@ class PolicyLearner(BatchLearner):
         )
 
     def _counted(self, batch: TrainBatch) -> Tensor:
-        """bool [N]: the tokens that have a part in the loss at all."""
+        """bool [N]: the tokens that contribute to the loss."""
         counted = with_reward(batch)
         if self.config.mask_truncated_completions:
             counted = counted & truncation_mask(batch.completion_lengths, batch.truncated)
@@ -196,8 +196,8 @@ class PolicyLearner(BatchLearner):
     def _loss(
         self, output: tuple[Tensor, Tensor], batch: TrainBatch, num_tokens: int, num_compared: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """``num_tokens``: that count in the optimiser step; ``num_compared``: that are compared with the sampler, on
-        average over the optimiser steps of this update, whose stats are averaged."""
+        """``num_tokens``: tokens that count in the optimiser step; ``num_compared``: tokens compared with the sampler,
+        averaged over the optimiser steps of this update, as the stats are."""
         logprobs, entropy = output
         weights = batch.loss_weights
         assert batch.advantages is not None and weights is not None
@@ -244,7 +244,7 @@ class PolicyLearner(BatchLearner):
 
 
 class ValueLearner(BatchLearner):
-    """The critic's clipped regression onto returns."""
+    """The critic's clipped regression on returns."""
 
     def score(self, batch: TrainBatch) -> Part:
         """This rank's share of the values under the current weights."""

@@ -1,8 +1,8 @@
-"""Optimiser state waits in host memory while another process needs the GPU.
+"""Parks optimiser state in host memory while another process needs the GPU.
 
-DeepSpeed's own ``offload_states`` refuses every optimiser but its FusedAdam at stage 3, does not exist at stage 0, and
-moves tensors by replacing them. Emptying their storages instead works alike at every stage: each view of a storage
-stays one.
+DeepSpeed's own ``offload_states`` accepts only its FusedAdam at stage 3, does not exist at stage 0, and replaces the
+tensors that it moves. Emptying their storages instead works the same way at every stage: every view of a storage stays
+valid.
 """
 
 import contextlib
@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 class Parking:
-    """Pinned host memory for a fixed set of tensors, kept between visits: pinning is slow."""
+    """Pinned host memory for a fixed set of tensors, kept between uses: pinning is slow."""
 
     def __init__(self) -> None:
         self._host: list[Tensor] = []  # uint8, one per storage
         self._storages: list[torch.UntypedStorage] = []
-        self._tensors: list[tuple[Tensor, int]] = []  # and the number of each one's storage
+        self._tensors: list[tuple[Tensor, int]] = []  # with the number of each one's storage
 
     @property
     def parked(self) -> bool:
@@ -26,7 +26,7 @@ class Parking:
 
     @torch.no_grad()
     def park(self, tensors: Sequence[Tensor]) -> None:
-        """Copies the tensors' storages to the host and frees them. Until ``unpark`` nobody may touch the tensors."""
+        """Copies the tensors' storages to the host and frees them. The tensors must not be used until ``unpark``."""
         assert not self.parked
         numbers: dict[int, int] = {}
         for tensor in tensors:
@@ -36,11 +36,11 @@ class Parking:
                 self._storages.append(storage)
             self._tensors.append((tensor, number))
         for number, storage in enumerate(self._storages):
-            self._host_buffer(number, storage).copy_(_bytes_of(storage))  # to pinned memory, and waits
+            self._host_buffer(number, storage).copy_(_bytes_of(storage))  # to pinned memory; waits
             storage.resize_(0)
 
     def _host_buffer(self, number: int, storage: torch.UntypedStorage) -> Tensor:
-        """The host's copy of a storage; allocated at the first visit, or when what is parked has changed."""
+        """The host's copy of a storage; allocated on first use, or when the storage's size has changed."""
         if number == len(self._host):
             self._host.append(torch.empty(0, dtype=torch.uint8))
         if len(self._host[number]) != storage.nbytes():
@@ -50,7 +50,7 @@ class Parking:
 
     @torch.no_grad()
     def unpark(self) -> None:
-        """Brings everything back. Without anything parked, does nothing."""
+        """Brings everything back. Does nothing if nothing is parked."""
         for host, storage in zip(self._host, self._storages, strict=False):
             storage.resize_(len(host))
             _bytes_of(storage).copy_(host)
@@ -58,7 +58,7 @@ class Parking:
 
     @contextlib.contextmanager
     def readable(self) -> Iterator[None]:
-        """Within, the parked tensors are their host copies: enough to write a checkpoint."""
+        """Inside, the parked tensors are their host copies: enough to write a checkpoint."""
         shells = [tensor.data for tensor, _ in self._tensors]
         try:
             for tensor, number in self._tensors:

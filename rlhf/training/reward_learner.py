@@ -1,4 +1,4 @@
-"""A scalar reward model learns from preference pairs, on the same engine as the policy and the critic."""
+"""Trains a scalar reward model on preference pairs, with the same engine as the policy and the critic."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ class RewardLearner(PackedLearner):
         return self._score(batch, lambda output: output)
 
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
-        """One optimiser step over the pairs of ``batch``; ``step`` makes no difference here."""
+        """One optimiser step over the pairs of ``batch``; ``step`` is not used."""
         return self._optimise([batch], lambda _: self._loss)
 
     def _units(self, batch: TrainBatch, share_prompts: bool) -> list[Unit]:

@@ -1,7 +1,7 @@
-"""The learner's weights, whole, a bounded bucket at a time; and checksums that prove they arrived.
+"""The learner's full weights, one bounded bucket at a time; and checksums that prove they arrived.
 
 ZeRO-3 keeps a shard of every parameter on every rank. A gather is collective: all ranks walk the same parameters in the
-same order, and only the bucket in hand exists whole.
+same order, and only the current bucket exists in full.
 """
 
 import functools
@@ -13,23 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-if TYPE_CHECKING:  # vLLM's processes read this module too, and have no use for transformers
+if TYPE_CHECKING:  # vLLM's processes import this module too, and do not need transformers
     from rlhf.models.packed import PackedModel
 
-MODEL_PREFIX = "lm."  # PackedModel's attribute; not part of a Hugging Face name
-ALIGNMENT = 16  # bytes, of every tensor in a bucket: enough for any dtype
+MODEL_PREFIX = "lm."  # PackedModel's attribute; not part of Hugging Face names
+ALIGNMENT = 16  # bytes, for every tensor in a bucket: enough for any dtype
 _CHECKSUM_PERIOD = 8191  # prime, so that the checksum's factors do not align with power-of-two layouts
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Rows of a tensor (mostly all of them) and their place in a bucket: raw bytes ``[offset, offset + num_bytes)``."""
+    """Rows of a tensor (usually all) and their place in a bucket: raw bytes ``[offset, offset + num_bytes)``."""
 
     name: str
     dtype: str  # torch's name without the prefix, e.g. 'bfloat16'
     shape: tuple[int, ...]  # of the rows in this bucket
     full_shape: tuple[int, ...]  # of the tensor
-    first_row: int  # of the tensor's dimension 0
+    first_row: int  # in the tensor's dimension 0
     offset: int
     num_bytes: int
 
@@ -39,10 +39,10 @@ class TensorSpec:
 
 
 Layout = list[tuple[TensorSpec, ...]]
-"""What lies where in which bucket."""
+"""The tensors of each bucket."""
 
 PlainLayout = list[list[dict[str, Any]]]
-"""A Layout of lists and dicts only, which is what vLLM's processes can tell each other."""
+"""A Layout as lists and dicts only, which vLLM's processes can send each other."""
 
 
 def to_plain(layout: Layout) -> PlainLayout:
@@ -50,7 +50,7 @@ def to_plain(layout: Layout) -> PlainLayout:
 
 
 def from_plain(plain: PlainLayout) -> Layout:
-    """What ``to_plain`` was given, also where tuples have become lists on the way."""
+    """The inverse of ``to_plain``, even if tuples have become lists on the way."""
     return [tuple(_spec_from_plain(**spec) for spec in specs) for specs in plain]
 
 
@@ -64,7 +64,7 @@ def named_parameters(model: "PackedModel") -> list[tuple[str, nn.Parameter]]:
 
 
 def bucket_layout(model: "PackedModel", bucket_bytes: int) -> Layout:
-    """Fills every bucket: a tensor that does not fit what is left is cut by rows and goes on in the next.
+    """Fills every bucket: a tensor that does not fit the remaining space is split by rows over it and the next.
 
     No bucket exceeds ``bucket_bytes`` unless a single row does.
     """
@@ -110,10 +110,10 @@ def view_bucket(data: Tensor, spec: TensorSpec) -> Tensor:
 
 @torch.no_grad()
 def gather(parameter: nn.Parameter) -> Tensor:
-    """The whole parameter, to read only: its own memory where this rank holds all of it. Collective under ZeRO-3.
+    """The whole parameter, read-only: its own memory if this rank holds all of it. Collective under ZeRO-3.
 
-    DeepSpeed's GatheredParameters would do, but synchronises the whole device for every gather, and refuses parameters
-    that a forward has left gathered. The shards are the truth at any time.
+    DeepSpeed's GatheredParameters would do, but synchronises the whole device for every gather, and rejects parameters
+    that a forward has left gathered. The shards are always up to date.
     """
     shard = getattr(parameter, "ds_tensor", None)
     if shard is None:
@@ -129,10 +129,10 @@ def gather(parameter: nn.Parameter) -> Tensor:
 def walk_buckets(model: "PackedModel", layout: Layout) -> Iterator[tuple[tuple[TensorSpec, ...], list[Tensor]]]:
     """Yields each bucket's specs with the rows that they describe. Collective under ZeRO-3, to the last bucket.
 
-    The tensors are to be read only, and until the next step: then their memory is given up.
+    The tensors are read-only, and valid until the next iteration, which frees their memory.
     """
     parameters = dict(named_parameters(model))
-    name, whole = "", torch.empty(0)  # a tensor that was cut goes on in the next bucket: gathered once
+    name, whole = "", torch.empty(0)  # a tensor split over several buckets is gathered once
     for specs in layout:
         pieces = []
         for spec in specs:
@@ -145,7 +145,7 @@ def walk_buckets(model: "PackedModel", layout: Layout) -> Iterator[tuple[tuple[T
 
 @torch.no_grad()
 def pack_bucket(specs: Sequence[TensorSpec], pieces: Sequence[Tensor], data: Tensor) -> Tensor:
-    """Copies a bucket's tensors into ``data``'s first bytes (uint8), padding zeroed; returns those bytes."""
+    """Copies a bucket's tensors into ``data``'s first bytes (uint8), with zeroed padding; returns those bytes."""
     for spec, piece in zip(specs, pieces, strict=True):
         view_bucket(data, spec).copy_(piece)
         end = spec.offset + spec.num_bytes
@@ -158,8 +158,8 @@ def checksum(data: Tensor) -> Tensor:
     """A position-sensitive 64-bit sum of a bucket's bytes: int64 [], on their device, without waiting for it.
 
     The bytes are read as int64 words ``w_i``; the sum is ``sum w_i * (1 + 2 (i mod 8191))``, wrapping. The factors are
-    odd, so any change of one word shows. It notices lost, stale, changed and swapped words; it is no cryptographic
-    hash.
+    odd, so any change to a single word shows. It detects lost, stale, changed and swapped words; it is not a
+    cryptographic hash.
     """
     words = (torch.nn.functional.pad(data, (0, -len(data) % 8)) if len(data) % 8 else data).view(torch.int64)
     factors = _factors(data.device)
@@ -176,7 +176,7 @@ def _factors(device: torch.device) -> Tensor:
 
 
 def gathered_state_dict(model: "PackedModel") -> dict[str, Tensor] | None:
-    """The whole model on rank 0's CPU, by Hugging Face name, tied weights under each of their names; None elsewhere."""
+    """The whole model on rank 0's CPU, by Hugging Face name, tied weights under every name; None elsewhere."""
     rank0 = not dist.is_initialized() or dist.get_rank() == 0
     state: dict[str, Tensor] = {}
     for name, parameter in named_parameters(model):
