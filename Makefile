@@ -26,10 +26,10 @@ models/%/rlhf_prepare.json: | setup
 	@echo "prepare: making models/$*"
 	@TQDM_DISABLE=1 $(BIN)/rlhf prepare $* models/$*
 
-test: setup ## Run the tests that need no GPU (about 13 minutes); ARGS='-k name' chooses
+test: setup ## Run the tests that need no GPU (a quarter of an hour); ARGS='-k name' chooses
 	@env -u RAY_ADDRESS OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m "not (gpu or long or slow or chaos)" $(ARGS)
 
-test-long: setup ## Run more whole runs (about 12 minutes); CI runs both
+test-long: setup ## Run more whole runs (a quarter of an hour); CI runs both
 	@env -u RAY_ADDRESS OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m long $(ARGS)
 
 chaos: setup ## Kill 50 rollout workers of a run at random moments (a quarter of an hour)

@@ -24,6 +24,7 @@ def metrics_of(run_dir: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_ppo_raises_the_reward(ray_session, tiny_config) -> None:
     config = tiny_config("num_steps=18", recipe="ppo_tiny")
     summary = train(config)
