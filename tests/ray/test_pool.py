@@ -164,6 +164,7 @@ def stop_after(run: RecordedRun, killer: Killer, steps: int) -> None:
     run.driver.stop_requested = True
 
 
+@pytest.mark.long
 def test_scaling_while_training(ray_session: None, tiny_model_dir: Path, tmp_path: Path) -> None:
     """1 -> 3 -> 1 workers through the command line."""
     rlhf = python_module("jobs.cli")
@@ -245,6 +246,7 @@ def stop_with_workers(run: RecordedRun, count: int) -> None:
     run.driver.stop_requested = True
 
 
+@pytest.mark.long
 def test_a_lost_learner_is_resumed_from_the_last_checkpoint(ray_session: None, tiny_config, capfd) -> None:
     from jobs.train import train
 
