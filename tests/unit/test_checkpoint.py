@@ -1,6 +1,8 @@
 """A checkpoint is whole or absent; old ones go only after their successor is there."""
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,11 +58,36 @@ def test_an_interrupted_write_is_never_taken_for_a_checkpoint(tmp_path: Path) ->
     assert store.steps() == [10]
 
 
-def test_the_same_step_can_be_written_again(tmp_path: Path) -> None:
+def test_the_same_step_can_be_written_again_and_is_there_until_it_is(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     write(store, 5)
+    for written in ("old", "new"):
+        with store.writing(5, {"step": 5, "written": written}) as directory:
+            assert (store.path(5) / "learner").read_text() == "5", "the one before"
+            (directory / "learner").write_text("5")
+    assert store.steps() == [5] and read_state(store.path(5))["written"] == "new"
+    with pytest.raises(KeyboardInterrupt), store.writing(5, {"step": 5}):
+        raise KeyboardInterrupt
+    assert read_state(store.path(5))["written"] == "new"
+
+
+@pytest.mark.parametrize("step", [5, 10])
+def test_a_checkpoint_that_is_being_deleted_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Whether it gives way to the same step or to a later one."""
+    store = CheckpointStore(tmp_path, keep=1)
     write(store, 5)
-    assert store.steps() == [5]
+
+    def die_after_one_file(path: Path, **_: Any) -> None:
+        for learner in path.rglob("learner"):
+            learner.unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(shutil, "rmtree", die_after_one_file)
+        write(store, step)
+    assert store.steps() == [step] and (store.path(step) / "learner").read_text() == str(step)
+    write(store, step)
+    assert sorted(path.name for path in store.directory.iterdir()) == [store.path(step).name]
 
 
 def test_resume_modes(tmp_path: Path) -> None:
