@@ -2,14 +2,15 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf.models.packed import PackedModel
 from rlhf.training.weights import gather, named_parameters
@@ -29,13 +30,15 @@ def export(model: PackedModel, directory: str | Path, *, max_shard_bytes: int = 
     partial = final.with_name(f".partial-{final.name}")
     parameters = dict(named_parameters(model))
     shapes = {
-        name: torch.empty(getattr(p, "ds_shape", p.shape), dtype=p.dtype, device="meta") for name, p in parameters.items()
+        name: torch.empty(getattr(p, "ds_shape", p.shape), dtype=p.dtype, device="meta")
+        for name, p in parameters.items()
     }
     split = split_torch_state_dict_into_shards(shapes, filename_pattern=WEIGHTS, max_shard_size=max_shard_bytes)
     shards = list(split.filename_to_tensors.items())
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        with model.original_config():
+            model.lm.save_pretrained(partial, state_dict={})  # all but the weights
     dist.barrier()
     for first in range(0, len(shards), num_ranks):
         held: dict[str, Tensor] = {}
@@ -45,7 +48,7 @@ def export(model: PackedModel, directory: str | Path, *, max_shard_bytes: int = 
                 if owner == rank:
                     held[name] = whole.to("cpu", copy=True)
         if held:
-            _write_shard(model, partial, shards[first + rank][0], held)
+            _write_shard(model, partial / shards[first + rank][0], held)
     dist.barrier()
     if rank == 0:
         if split.is_sharded:
@@ -55,16 +58,9 @@ def export(model: PackedModel, directory: str | Path, *, max_shard_bytes: int = 
     dist.barrier()
 
 
-def _write_shard(model: PackedModel, directory: Path, file: str, tensors: dict[str, Tensor]) -> None:
-    """One file of weights, named and laid out as ``save_pretrained`` would; with the first, all other files."""
-    own = directory / f"of-{file}"
-    with model.original_config():
-        model.lm.save_pretrained(own, state_dict=tensors, max_shard_size=sys.maxsize)
-    (own / WEIGHTS.format(suffix="")).rename(directory / file)
-    if dist.get_rank() == 0:
-        for path in own.iterdir():
-            path.replace(directory / path.name)
-    shutil.rmtree(own)
+def _write_shard(model: PackedModel, path: Path, held: dict[str, Tensor]) -> None:
+    """The tensors, with the names and the layout that transformers gives them in files."""
+    save_file(revert_weight_conversion(model.lm, held), path, metadata={"format": "pt"})
 
 
 def _write_index(directory: Path, files: list[str], metadata: dict[str, int]) -> None:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 class HostBuffers:
-    """Host copies of storages, by number from 0; pinned for those of a GPU. Pinning is slow, so the memory is reused."""
+    """Host copies of storages, by number from 0. The memory is pinned for those of a GPU, which is slow, and reused."""
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []  # uint8, one per number

@@ -61,4 +61,3 @@ class Parking:
         finally:
             for (tensor, _), shell in zip(self._tensors, shells, strict=True):
                 tensor.data = shell
-

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
@@ -61,7 +61,7 @@ class StagedWriter(TorchCheckpointEngine):
         tensors = [view_like(tensor, copies[tensor.untyped_storage().data_ptr()]) for tensor in pickler.tensors]
         self._staged.append(StagedFile(path, file.getvalue(), tensors))
 
-    def commit(self, info: CheckpointCommitInfo) -> bool:
+    def commit(self, info: CheckpointCommitInfo) -> Literal[True]:
         """Begins to write the files."""
         self._written = self._thread.submit(_write, self._staged)
         self._staged = []
