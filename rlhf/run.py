@@ -79,10 +79,11 @@ class Run(Generic[C]):
         """Begins a checkpoint of everything as it is now, which is written while training goes on."""
         self.complete_save(wait=True)
         with self.tracker.phase("checkpoint"):
-            self._saving = ExitStack()
-            directory = self._saving.enter_context(self.checkpoints.writing(self.step, self.state_dict()))
+            saving = ExitStack()
+            directory = saving.enter_context(self.checkpoints.writing(self.step, self.state_dict()))
             for name, model in self.trained().items():
                 model.save(str(directory / name))
+            self._saving = saving
 
     def complete_save(self, *, wait: bool) -> None:
         """Puts the checkpoint that is being written in its place, if all models have written it; ``wait``: waits."""

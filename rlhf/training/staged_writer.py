@@ -45,7 +45,7 @@ class StagedWriter(TorchCheckpointEngine):
         """Begins a checkpoint, as soon as the one before is written."""
         if self._written is not None:
             self._written.exception()  # waits
-        self._staged, self._used = [], 0
+        self._written, self._staged, self._used = None, [], 0
 
     def save(self, state_dict: Any, path: str) -> None:
         """Copies what the file will hold. Tensors that share memory share its copy."""

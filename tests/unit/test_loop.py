@@ -342,6 +342,15 @@ def test_a_run_that_fails_leaves_its_last_checkpoint_complete_unless_a_role_hang
     assert loop.checkpoints.steps() == saved
 
 
+def test_what_some_of_the_roles_have_saved_is_no_checkpoint(tmp_path: Path) -> None:
+    loop, _ = policy_run(tmp_path, "num_steps=6", "checkpoint.every_steps=2")
+    critic: Any = loop.trained()["critic"]
+    critic.before = {3: lambda: setattr(critic, "save", lambda directory: lose())}
+    with pytest.raises(RoleLostError), loop.completing_saves():
+        loop.run()
+    assert loop.checkpoints.steps() == [2]
+
+
 def test_a_run_that_loses_a_role_that_was_still_writing_goes_back_to_the_checkpoint_before(tmp_path: Path) -> None:
     overrides = ["num_steps=6", "checkpoint.every_steps=2"]
     loop, _ = policy_run(tmp_path, *overrides)
