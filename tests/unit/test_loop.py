@@ -163,6 +163,28 @@ def test_steps_are_recorded_with_their_own_numbers(tmp_path: Path) -> None:
     assert [(row["step"], row["eval/reward"]) for row in lines(loop, "eval")] == [(0, 0.5), (3, 0.5), (4, 0.5)]
 
 
+def test_epochs_of_pairs_have_orders_of_their_own_and_steps_their_numbers(tmp_path: Path) -> None:
+    loop, told = reward_run(tmp_path, "eval_every_steps=4")
+    loop.run()
+    learnt = [event for event in told if event[0] == "reward model learns"]
+    assert [event[1] for event in learnt] == list(range(6))
+    texts = [event[2]["tokens"][::2] for event in learnt]  # each is followed by the token that is not read
+    assert [len(text) for text in texts] == [4, 4, 2] * 2
+    epochs = [[token for text in texts[at : at + 3] for token in text] for at in (0, 3)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == [10, 11, 12, 13, 14, 20, 21, 22, 23, 24]
+    assert epochs[0] != epochs[1]
+    assert [event[1]["tokens"][::2] for event in told if event[0] == "reward model scores"] == [[15, 25, 16, 26]] * 3
+    rows = lines(loop, "metrics")
+    assert [(row["step"], row["loss"], row["num_tokens"]) for row in rows] == [
+        (step, step, tokens) for step, tokens in enumerate([4, 8, 10, 14, 18, 20], start=1)
+    ]
+    # scores are 0.5, 0.501, 0.502, 0.503 before anything is learnt: the first of a pair is behind by 0.001
+    centring = 0.01 * (1.001**2 + 1.005**2) / 2
+    first = lines(loop, "eval")[0]
+    assert first["eval/loss"] == pytest.approx(math.log(1 + math.exp(0.001)) + centring)
+    assert (first["eval/accuracy"], first["eval/margin"]) == (0, pytest.approx(-0.001, rel=1e-3))
+
+
 def saved_and_evaluated(loop: Run[Any]) -> tuple[list[int], list[int]]:
     loop.run()  # type: ignore[attr-defined]
     return loop.checkpoints.steps(), sorted(loop.evaluations)

@@ -36,6 +36,7 @@ class FakeRun:
 
     def _sleep(self, seconds: float) -> None:
         self.clock.now_s += seconds
+        assert self.clock.now_s < 9000, "it waits for ever"
         if self.later:
             self.shows(self.later.pop(0))
 
