@@ -132,9 +132,9 @@ def test_the_table_of_memory_by_hand() -> None:
     memory = RoleMemory(**{name: gib * GIB for name, gib in sizes.items()}, training=8 * GIB, scoring=16 * GIB)
     plan: Any = SimpleNamespace(roles={"learner": memory, "idle": RoleMemory(weights=GIB, other=0.0)})
     table = memory_table(plan, "GiB")
-    cells = {column.header: list(column.cells) for column in table.columns}
-    assert [cells[name][0].strip() for name in ("weights", "grads", "optim.", "working", "KV", "other")] == [
+    cells = {column.header: [str(cell).strip() for cell in column.cells] for column in table.columns}
+    assert [cells[name][0] for name in ("weights", "grads", "optim.", "working", "KV", "other")] == [
         *("1.0", "2.0", "4.0", "16.0", "32.0", "64.0")
     ]
     assert float(cells["peak"][0]) == pytest.approx(memory.peak / GIB, abs=0.05)
-    assert [cells[name][1].strip() for name in ("role", "weights", "grads", "KV")] == ["idle", "1.0", "", ""]
+    assert [cells[name][1] for name in ("role", "weights", "grads", "KV")] == ["idle", "1.0", "", ""]

@@ -534,27 +534,43 @@ def test_a_summary_without_evaluation_says_null(tmp_path: Path):
 
 def test_the_summary_names_the_usual_bottleneck_and_the_median_figures(tmp_path: Path):
     tracker = tracker_in(tmp_path)
-    measured_steps(tracker, 0.5, 0.1, 0.2)
+    with pytest.warns(UserWarning, match="perf/hbm_decode is nan at step 4"):
+        measured_steps(tracker, 0.5, 0.1, 0.2, math.nan)
     console = plain()
-    summary = summarised(tmp_path, tracker=tracker, steps=3)
+    summary = summarised(tmp_path, tracker=tracker, steps=4)
     assert summary["performance"] == {
         "bottleneck": "generate: engine overhead",
-        "bottleneck_steps": 2,
+        "bottleneck_steps": 3,
         "perf/hbm_decode": 0.2,
     }
     print_summary(summary, console)
-    assert "engine overhead (2 of 3 steps)" in printed(console) and "20% of memory bandwidth" in printed(console)
+    assert "engine overhead (3 of 4 steps)" in printed(console) and "20% of memory bandwidth" in printed(console)
 
 
 def test_a_summary_of_a_run_that_measured_nothing_names_no_bottleneck(tmp_path: Path):
     assert summarised(tmp_path)["performance"] == {}
 
 
-def test_the_printed_summary_shows_reward_before_and_after(tmp_path: Path):
-    console = plain()
-    print_summary(summarised(tmp_path, status="interrupted"), console)
-    shown = printed(console)
-    assert "run interrupted" in shown and "0.2500" in shown and "0.7500" in shown and "generate" in shown
+def test_the_printed_summary_shows_reward_before_and_after_tokens_and_shares_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    now_s = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+    console, tracker = plain(), tracker_in(tmp_path)
+    with tracker.phase("generate"):
+        now_s += 5
+    now_s += 15  # in no phase
+    for step in (1, 2):
+        tracker.log_step(step, {}, num_tokens=617)
+    print_summary(summarised(tmp_path, status="interrupted", tracker=tracker), console)
+    rows = {
+        cells[1].strip(): cells[2].strip()
+        for cells in (line.split("│") for line in printed(console).splitlines())
+        if len(cells) > 2
+    }
+    assert "run interrupted after 9 steps" in printed(console)
+    assert (rows["eval_before.reward"], rows["eval_after.reward"]) == ("0.2500", "0.7500")
+    assert (rows["tokens"], rows["wall time"], rows["generate"]) == ("1,234", "20.0 s", "5.0 s (25%)")
 
 
 def test_a_summary_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
