@@ -135,7 +135,7 @@ def test_a_step_asks_the_roles_in_this_order(tmp_path: Path) -> None:
 
 
 def test_what_is_learnt_from_is_what_the_roles_said(tmp_path: Path) -> None:
-    loop, told = policy_run(tmp_path, *ONE_STEP)
+    loop, told = policy_run(tmp_path, *ONE_STEP, "tracking.completions_every_steps=1")
     loop.run()
     learnt = next(event[2] for event in told if event[0] == "policy learns")
     assert learnt["rewards"] == [1.0, 0.0]
@@ -147,6 +147,21 @@ def test_what_is_learnt_from_is_what_the_roles_said(tmp_path: Path) -> None:
     assert learnt["returns"] == pytest.approx([0.8999, 0.9499, -0.1005, -0.0503])
     gains = [value - baseline for value, baseline in zip(learnt["returns"], learnt["values"], strict=True)]
     assert learnt["advantages"] == pytest.approx(gains)
+    shown = [(row["reward"], row["advantage"]) for row in lines(loop, "completions")]
+    assert shown == [(1, pytest.approx(gains[0])), (0, pytest.approx(gains[2]))], "of each completion's first token"
+
+
+def test_without_a_critic_the_policy_learns_at_once_what_the_reference_scored(tmp_path: Path) -> None:
+    settings = ["num_steps=1", "algorithm.group_size=2", "critic.warmup_steps=1"]
+    loop, told = policy_run(tmp_path, *settings, recipe="grpo_tiny")
+    loop.run()
+    prompts = next(event[1] for event in told if event[0] == "samples" and not event[3])
+    referred = [tokens for event in told if event[0] == "referred" for tokens in event[1]]
+    ((_, step, learnt),) = [event for event in told if event[0] == "policy learns"]
+    assert [tokens[1:3] + tokens[4:] for tokens in referred] == [[prompt, 40, prompt, 41] for prompt in prompts]
+    assert (step, learnt["tokens"]) == (0, referred[0] + referred[1])
+    assert learnt["ref_logprobs"] == [-1.5] * 8
+    assert not {"values", "returns", "old_logprobs"} & learnt.keys()
 
 
 def test_steps_are_recorded_with_their_own_numbers(tmp_path: Path) -> None:
@@ -247,7 +262,7 @@ def test_what_a_step_compared_is_not_compared_again_until_it_is_due(tmp_path: Pa
 
 PPO = ["algorithm.kl_target=1", "algorithm.kl_horizon=10"]
 STALE = "rollout.max_staleness=1"
-COMMON = ["checkpoint.every_steps=3", "eval_every_steps=2", "checks.on_nonfinite=skip"]
+COMMON = ["checkpoint.every_steps=3", "eval_every_steps=1", "checks.on_nonfinite=skip"]
 RUNS: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "ppo": (policy_run, PPO),
     "ppo, stale": (policy_run, [*PPO, STALE]),
@@ -306,7 +321,7 @@ def test_a_resumed_run_asks_what_a_straight_one_does(tmp_path: Path, kind: str) 
     ignored = SAMPLED_LATER if STALE in overrides else set()
     assert [without(event, ignored) for event in told] == [without(event, ignored) for event in expected]
     assert end_state(resumed) == end_state(straight)
-    assert sorted(resumed.evaluations) == [0, 2, 4, 6] and resumed.skipped.total == 1
+    assert sorted(resumed.evaluations) == list(range(7)) and resumed.skipped.total == 1
     if kind.startswith("ppo"):
         assert resumed.algorithm.state_dict()["beta"] != resumed.config.algorithm.beta, "it was adapted"
     stale_metrics = {"staleness/max", "staleness/mean", DIFFERENCE} if STALE in overrides else set()
