@@ -303,7 +303,12 @@ def test_a_run_that_ended_before_its_model_was_written_may_still_write_it(build:
     leave_checkpoint(config, 5)
     with pytest.raises(ConfigError, match="already holds step 5 of 5"):
         start(config)
-    Path(config.run_dir, "summary.json").unlink()
+    summary = Path(config.run_dir, "summary.json")
+    for outcome in ({"status": "interrupted", "steps": 5}, {"status": "completed", "steps": 4}):
+        summary.write_text(json.dumps(outcome))
+        with pytest.raises(NotImplementedError):
+            start(config)
+    summary.unlink()
     with pytest.raises(NotImplementedError):
         start(config)
 

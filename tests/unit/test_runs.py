@@ -19,11 +19,13 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 
 def test_the_first_signal_is_a_request_and_the_second_stops() -> None:
     loop: Any = SimpleNamespace(stop_requested=False)
-    before = signal.getsignal(signal.SIGTERM)
+    before, signals = signal.getsignal(signal.SIGTERM), list[str]()
     with pytest.raises(KeyboardInterrupt), stops_at_step_end(loop):
         os.kill(os.getpid(), signal.SIGTERM)
-        assert loop.stop_requested
+        signals.append("taken as a request")
         os.kill(os.getpid(), signal.SIGTERM)
+        signals.append("ignored")
+    assert loop.stop_requested and signals == ["taken as a request"]
     assert signal.getsignal(signal.SIGTERM) is before
 
 
