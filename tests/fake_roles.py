@@ -1,5 +1,6 @@
 """Roles of both loops, that keep a log of what they are told. Their numbers follow from tokens and updates alone."""
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor
 from rlhf.batch import Prompt, Rollout, TrainBatch
 from rlhf.checkpoint import Written
 from rlhf.checks.gate import DIFFERENCE
+from rlhf.checks.nonfinite import skip_report
 from rlhf.errors import RoleLostError
 from rlhf.rewards.total import Scores
 from tests.fakes import Done
@@ -31,6 +33,7 @@ class Model:
     def __init__(self, name: str, told: list[Event], first_score: float, metrics: dict[str, float]) -> None:
         self._name, self._told, self._first_score, self._metrics = name, told, first_score, metrics
         self.updates = 0
+        self.skips: tuple[int, ...] = ()  # steps whose loss is not finite
         self.before: dict[int, Callable[[], None]] = {}  # what happens as an update of this step is asked for
         self.slow_to_save = False  # a checkpoint is written only when it is waited for
 
@@ -49,6 +52,8 @@ class Model:
         metrics = {name: value * self.updates for name, value in self._metrics.items()}
         if batch.compared is None:
             metrics.pop(DIFFERENCE, None)
+        if step in self.skips:
+            metrics |= skip_report([{"loss": math.nan, "grad_norm": math.inf, "skipped": 1.0}])
         return self._answer(metrics, "has learnt")
 
     def save(self, directory: str) -> None:

@@ -40,22 +40,29 @@ def test_a_run_that_starts_anew_keeps_its_own(tmp_path: Path) -> None:
     assert new.steps() == [7, 100]
 
 
-def test_a_run_that_goes_on_holds_what_it_went_on_from(tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", [False, True])
+def test_a_run_that_goes_on_holds_what_it_went_on_from_in_its_own_directory(tmp_path: Path, named: bool) -> None:
     write(CheckpointStore(tmp_path, keep=2), 5)
     store = CheckpointStore(tmp_path, keep=2)
-    assert store.find("auto") == store.path(5)
+    assert not store.holds(5)
+    assert store.find(str(store.path(5)) if named else "auto") == store.path(5)
     assert store.holds(5) and not store.holds(6)
+    other = CheckpointStore(tmp_path / "other", keep=2)
+    assert other.find(str(store.path(5))) == store.path(5)
+    assert not other.holds(5)
 
 
 def test_an_interrupted_write_is_never_taken_for_a_checkpoint(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     write(store, 5)
     with pytest.raises(KeyboardInterrupt), store.writing(10, {"step": 10}) as directory:
-        (directory / "learner").write_text("half")
+        (directory / "critic").write_text("half")
         raise KeyboardInterrupt
+    store.path(20).mkdir()
     assert store.steps() == [5], "and the older one is still there"
     write(store, 10)
     assert store.steps() == [10]
+    assert sorted(path.name for path in store.path(10).iterdir()) == ["driver.json", "learner"]
 
 
 def test_the_same_step_can_be_written_again_and_is_there_until_it_is(tmp_path: Path) -> None:

@@ -10,11 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import jobs.train
 import jobs.train_reward
 from jobs.cli import main
+from jobs.train_reward import pad_token_id
+from rlhf.data.preferences import Pair
 from rlhf.errors import ClusterError, ConfigError, DataError, RewardError, RoleLostError
 from rlhf.roles import Roles
 from tests.fake_roles import Event, Judge, Model, Pool, Reference, lose
@@ -109,9 +112,13 @@ COMMANDS = ["train", "train-reward"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_run_leaves_its_models_and_a_summary(run: Any, tmp_path: Path, command: str) -> None:
+def test_a_run_leaves_its_models_and_a_summary(
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
     code, told = run(command, [{}])
     assert code == 0
+    data = {"train": "task:phrases: 20 prompts of 20 rows", "train-reward": "task:phrases: 8 preference pairs"}
+    assert data[command] in capsys.readouterr().out
     exported = [("learner is exported", "model"), *([("critic is exported", "critic")] if command == "train" else [])]
     assert told[0] == ("starts",) and told[-len(exported) - 2 :] == [*exported, ("is measured",), ("ends",)]
     summary = summary_in(tmp_path)
@@ -185,6 +192,26 @@ def test_a_second_interrupt_or_a_loss_after_one_ends_the_run_at_once(run: Any, t
     assert run(command, [{1: twice}])[0] == 130
     assert run(command, [{1: interrupted_and_lost}])[0] == 130
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_reward_model_s_warm_up_must_end_within_its_run(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _ = run("train-reward", [], "learner.optimizer.warmup_steps=5")
+    assert code == 2
+    said = "error: learner.optimizer.warmup_steps=5 exceeds the run's 4 optimiser steps; lower it\n"
+    assert capsys.readouterr().err == said
+    assert run("train-reward", [{}], "learner.optimizer.warmup_steps=4")[0] == 0
+
+
+def test_a_token_that_ends_a_text_is_not_named_as_padding() -> None:
+    tokenizer: Any = SimpleNamespace(pad_token_id=2)
+
+    def pair(chosen: list[int], rejected: list[int]) -> Pair:
+        return Pair(np.array(chosen, np.int32), np.array(rejected, np.int32))
+
+    plain = pair([2, 5], [2, 6])
+    assert pad_token_id(tokenizer, [plain]) == 2
+    assert pad_token_id(tokenizer, [plain, pair([5, 2], [6])]) is None
+    assert pad_token_id(tokenizer, [plain, pair([5], [6, 2])]) is None
 
 
 def test_a_run_may_leave_its_model_unwritten(run: Any, tmp_path: Path) -> None:

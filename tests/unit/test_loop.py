@@ -135,7 +135,7 @@ def test_a_step_asks_the_roles_in_this_order(tmp_path: Path) -> None:
 
 
 def test_what_is_learnt_from_is_what_the_roles_said(tmp_path: Path) -> None:
-    loop, told = policy_run(tmp_path, *ONE_STEP)
+    loop, told = policy_run(tmp_path, *ONE_STEP, "tracking.completions_every_steps=1")
     loop.run()
     learnt = next(event[2] for event in told if event[0] == "policy learns")
     assert learnt["rewards"] == [1.0, 0.0]
@@ -147,6 +147,21 @@ def test_what_is_learnt_from_is_what_the_roles_said(tmp_path: Path) -> None:
     assert learnt["returns"] == pytest.approx([0.8999, 0.9499, -0.1005, -0.0503])
     gains = [value - baseline for value, baseline in zip(learnt["returns"], learnt["values"], strict=True)]
     assert learnt["advantages"] == pytest.approx(gains)
+    shown = [(row["reward"], row["advantage"]) for row in lines(loop, "completions")]
+    assert shown == [(1, pytest.approx(gains[0])), (0, pytest.approx(gains[2]))], "of each completion's first token"
+
+
+def test_without_a_critic_the_policy_learns_at_once_what_the_reference_scored(tmp_path: Path) -> None:
+    settings = ["num_steps=1", "algorithm.group_size=2", "critic.warmup_steps=1"]
+    loop, told = policy_run(tmp_path, *settings, recipe="grpo_tiny")
+    loop.run()
+    prompts = next(event[1] for event in told if event[0] == "samples" and not event[3])
+    referred = [tokens for event in told if event[0] == "referred" for tokens in event[1]]
+    ((_, step, learnt),) = [event for event in told if event[0] == "policy learns"]
+    assert [tokens[1:3] + tokens[4:] for tokens in referred] == [[prompt, 40, prompt, 41] for prompt in prompts]
+    assert (step, learnt["tokens"]) == (0, referred[0] + referred[1])
+    assert learnt["ref_logprobs"] == [-1.5] * 8
+    assert not {"values", "returns", "old_logprobs"} & learnt.keys()
 
 
 def test_steps_are_recorded_with_their_own_numbers(tmp_path: Path) -> None:
@@ -161,6 +176,28 @@ def test_steps_are_recorded_with_their_own_numbers(tmp_path: Path) -> None:
     assert [row["reward"] for row in rows] == [0.5] * 4, "one even prompt of two, in each step"
     assert [row["step"] for row in lines(loop, "completions")] == [2, 2, 4, 4]
     assert [(row["step"], row["eval/reward"]) for row in lines(loop, "eval")] == [(0, 0.5), (3, 0.5), (4, 0.5)]
+
+
+def test_epochs_of_pairs_have_orders_of_their_own_and_steps_their_numbers(tmp_path: Path) -> None:
+    loop, told = reward_run(tmp_path, "eval_every_steps=4")
+    loop.run()
+    learnt = [event for event in told if event[0] == "reward model learns"]
+    assert [event[1] for event in learnt] == list(range(6))
+    texts = [event[2]["tokens"][::2] for event in learnt]  # each is followed by the token that is not read
+    assert [len(text) for text in texts] == [4, 4, 2] * 2
+    epochs = [[token for text in texts[at : at + 3] for token in text] for at in (0, 3)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == [10, 11, 12, 13, 14, 20, 21, 22, 23, 24]
+    assert epochs[0] != epochs[1]
+    assert [event[1]["tokens"][::2] for event in told if event[0] == "reward model scores"] == [[15, 25, 16, 26]] * 3
+    rows = lines(loop, "metrics")
+    assert [(row["step"], row["loss"], row["num_tokens"]) for row in rows] == [
+        (step, step, tokens) for step, tokens in enumerate([4, 8, 10, 14, 18, 20], start=1)
+    ]
+    # scores are 0.5, 0.501, 0.502, 0.503 before anything is learnt: the first of a pair is behind by 0.001
+    centring = 0.01 * (1.001**2 + 1.005**2) / 2
+    first = lines(loop, "eval")[0]
+    assert first["eval/loss"] == pytest.approx(math.log(1 + math.exp(0.001)) + centring)
+    assert (first["eval/accuracy"], first["eval/margin"]) == (0, pytest.approx(-0.001, rel=1e-3))
 
 
 def saved_and_evaluated(loop: Run[Any]) -> tuple[list[int], list[int]]:
@@ -225,7 +262,7 @@ def test_what_a_step_compared_is_not_compared_again_until_it_is_due(tmp_path: Pa
 
 PPO = ["algorithm.kl_target=1", "algorithm.kl_horizon=10"]
 STALE = "rollout.max_staleness=1"
-COMMON = ["checkpoint.every_steps=3", "eval_every_steps=2"]
+COMMON = ["checkpoint.every_steps=3", "eval_every_steps=1", "checks.on_nonfinite=skip"]
 RUNS: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "ppo": (policy_run, PPO),
     "ppo, stale": (policy_run, [*PPO, STALE]),
@@ -250,17 +287,23 @@ def end_state(loop: Run[Any]) -> dict[str, Any]:
 def test_a_resumed_run_asks_what_a_straight_one_does(tmp_path: Path, kind: str) -> None:
     start, overrides = RUNS[kind]
     overrides = [*COMMON, *overrides, *([] if kind == "reward" else ["num_steps=6"])]
-    straight, expected = start(tmp_path / "straight", *overrides)
+
+    def prepared(name: str) -> tuple[Any, list[Event]]:
+        loop, told = start(tmp_path / name, *overrides)
+        loop.trained()["learner"].skips = (1,)
+        return loop, told
+
+    straight, expected = prepared("straight")
     straight.run()
     names = list(straight.trained())
     after_third = [i for i, event in enumerate(expected) if event[0].endswith("is saved")][len(names) - 1] + 1
 
-    broken, _ = start(tmp_path / "run", *overrides)
+    broken, _ = prepared("run")
     broken.trained()["learner"].before[4] = lose
     with pytest.raises(RoleLostError):
         broken.run()
     broken.tracker.close()
-    resumed, told = start(tmp_path / "run", *overrides)
+    resumed, told = prepared("run")
     resumed.run()
 
     loaded = [(event[0].replace("saved", "loaded"),) for event in expected[after_third - len(names) : after_third]]
@@ -278,7 +321,7 @@ def test_a_resumed_run_asks_what_a_straight_one_does(tmp_path: Path, kind: str) 
     ignored = SAMPLED_LATER if STALE in overrides else set()
     assert [without(event, ignored) for event in told] == [without(event, ignored) for event in expected]
     assert end_state(resumed) == end_state(straight)
-    assert sorted(resumed.evaluations) == [0, 2, 4, 6]
+    assert sorted(resumed.evaluations) == list(range(7)) and resumed.skipped.total == 1
     if kind.startswith("ppo"):
         assert resumed.algorithm.state_dict()["beta"] != resumed.config.algorithm.beta, "it was adapted"
     stale_metrics = {"staleness/max", "staleness/mean", DIFFERENCE} if STALE in overrides else set()

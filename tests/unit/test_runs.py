@@ -19,11 +19,13 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 
 def test_the_first_signal_is_a_request_and_the_second_stops() -> None:
     loop: Any = SimpleNamespace(stop_requested=False)
-    before = signal.getsignal(signal.SIGTERM)
+    before, signals = signal.getsignal(signal.SIGTERM), list[str]()
     with pytest.raises(KeyboardInterrupt), stops_at_step_end(loop):
         os.kill(os.getpid(), signal.SIGTERM)
-        assert loop.stop_requested
+        signals.append("taken as a request")
         os.kill(os.getpid(), signal.SIGTERM)
+        signals.append("ignored")
+    assert loop.stop_requested and signals == ["taken as a request"]
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -38,17 +40,19 @@ def config(*overrides: str) -> Config:
     return load_config(CONF / "grpo_tiny.yaml", overrides)
 
 
-def quiet() -> Any:
-    return SimpleNamespace(close=lambda: None)
+class FakeTracker(Any):  # as much of a Tracker as keep_trying knows
+    closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
 
 
 @pytest.mark.parametrize("max_restarts", [0, 1, 3])
 def test_so_many_restarts_and_no_more(tmp_path: Path, max_restarts: int) -> None:
-    trackers: list[Any] = []
+    trackers: list[FakeTracker] = []
 
-    def new_tracker() -> Any:
-        trackers.append(SimpleNamespace(closed=0))
-        trackers[-1].close = lambda tracker=trackers[-1]: setattr(tracker, "closed", tracker.closed + 1)
+    def new_tracker() -> FakeTracker:
+        trackers.append(FakeTracker())
         return trackers[-1]
 
     def attempt(config: Config, tracker: Any) -> dict[str, Any]:
@@ -63,11 +67,9 @@ def test_so_many_restarts_and_no_more(tmp_path: Path, max_restarts: int) -> None
 
 
 def test_a_restart_begins_where_the_attempt_before_got_to_whatever_the_first_one_resumed(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=9)
-    with store.writing(7, {"step": 7}):
+    with CheckpointStore(tmp_path, keep=9).writing(7, {"step": 7}):
         pass  # of an earlier run, which this one does not resume
-    assert store.find("none") is None
-    store.current = None
+    store = CheckpointStore(tmp_path, keep=9)
     resumed = []
 
     def attempt(config: Config, tracker: Any) -> dict[str, Any]:
@@ -79,7 +81,7 @@ def test_a_restart_begins_where_the_attempt_before_got_to_whatever_the_first_one
             raise RoleLostError("learner[0] died")
         return {"status": "completed"}
 
-    assert keep_trying(config("checkpoint.resume=none", "checkpoint.max_restarts=3"), store, quiet, attempt)
+    assert keep_trying(config("checkpoint.resume=none", "checkpoint.max_restarts=3"), store, FakeTracker, attempt)
     assert resumed == ["none", "none", str(store.path(3)), str(store.path(3))]
 
 
@@ -91,5 +93,5 @@ def test_only_the_loss_of_an_actor_is_tried_again(tmp_path: Path) -> None:
         raise ActorError("learner[0]: update raised ValueError")
 
     with pytest.raises(ActorError):
-        keep_trying(config(), CheckpointStore(tmp_path, keep=1), quiet, attempt)
+        keep_trying(config(), CheckpointStore(tmp_path, keep=1), FakeTracker, attempt)
     assert tried == [1]

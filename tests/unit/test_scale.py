@@ -36,6 +36,7 @@ class FakeRun:
 
     def _sleep(self, seconds: float) -> None:
         self.clock.now_s += seconds
+        assert self.clock.now_s < 9000, "it waits for ever"
         if self.later:
             self.shows(self.later.pop(0))
 
@@ -91,7 +92,9 @@ def test_it_need_not_wait_and_need_not_change_anything(run: FakeRun, capsys: pyt
     assert run.control.given("scale") == [("default", 2)] and run.clock.now_s == 1000
     run.scale(None)
     assert len(run.control.given("scale")) == 1
-    assert capsys.readouterr().out.count("starting") == 2
+    run.scale(0, timeout_s=0)
+    assert run.control.given("scale")[1:] == [("default", 0)]
+    assert capsys.readouterr().out.count("starting") == 3
 
 
 @pytest.mark.parametrize(

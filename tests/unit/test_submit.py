@@ -143,6 +143,7 @@ class FakeClient:
         self.statuses = list(statuses)
         self.streams = [["one\n", OSError("broken")], ["one\n", "two\n"]]
         self.submitted: list[dict[str, Any]] = []
+        self.asked = 0  # how often, for its status
         self.refuses: Exception | None = None
 
     def submit_job(self, **job: Any) -> None:
@@ -154,6 +155,7 @@ class FakeClient:
         return "http://head:8265"
 
     def get_job_info(self, job_id: str) -> SimpleNamespace:
+        self.asked += 1
         status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
         if isinstance(status, Exception):
             raise status
@@ -173,8 +175,7 @@ def test_a_broken_log_stream_goes_on_where_it_broke_and_silence_counts_from_the_
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     client = FakeClient(JobStatus.RUNNING, JobStatus.RUNNING, OSError("blip"), JobStatus.SUCCEEDED)
-    at_s = iter(range(0, 1000, 100))  # every look at the clock is 100 s later; 120 s are allowed
-    monkeypatch.setattr(submit, "time", SimpleNamespace(monotonic=lambda: next(at_s)))
+    monkeypatch.setattr(submit, "time", SimpleNamespace(monotonic=lambda: 100 * client.asked))  # 120 s are allowed
     details = asyncio.run(submit.follow(client, "job"))
     assert details.status is JobStatus.SUCCEEDED
     printed = capsys.readouterr().out
