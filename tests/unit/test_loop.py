@@ -341,10 +341,17 @@ def saved_at(run_dir: Path, step: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("start", [policy_run, reward_run])
+@pytest.mark.parametrize(
+    ("every", "complete", "saved"), [(2, [[], [], [], [], [2], [2]], [2, 4, 6]), (4, [[]] * 6, [4, 6])]
+)
 def test_a_checkpoint_counts_when_all_roles_have_written_theirs_and_is_as_of_its_step(
-    tmp_path: Path, start: Callable[..., Any]
+    tmp_path: Path, start: Callable[..., Any], every: int, complete: list[list[int]], saved: list[int]
 ) -> None:
-    overrides = ["checkpoint.every_steps=2", "eval_every_steps=1", *(["num_steps=6"] if start is policy_run else [])]
+    overrides = [
+        f"checkpoint.every_steps={every}",
+        "eval_every_steps=1",
+        *(["num_steps=6"] if start is policy_run else []),
+    ]
     quick, _ = start(tmp_path / "quick", *overrides)
     quick.run()
     slow, _ = start(tmp_path / "slow", *overrides)
@@ -353,9 +360,9 @@ def test_a_checkpoint_counts_when_all_roles_have_written_theirs_and_is_as_of_its
     seen: list[list[int]] = []
     last.before = {step: lambda: seen.append(slow.checkpoints.steps()) for step in range(6)}
     slow.run()
-    assert seen == [[], [], [], [], [2], [2]], "each is there when the next is asked for"
-    assert slow.checkpoints.steps() == [2, 4, 6]
-    for step in (2, 4, 6):
+    assert seen == complete, "each is there when the next is asked for"
+    assert slow.checkpoints.steps() == saved
+    for step in saved:
         assert saved_at(tmp_path / "slow", step) == saved_at(tmp_path / "quick", step)
 
 
@@ -402,10 +409,10 @@ def test_a_run_that_loses_a_role_that_was_still_writing_goes_back_to_the_checkpo
 
     def die() -> None:
         critic.finish_save = lambda wait: lose()
-        lose()
+        raise RoleLostError("critic[0] died while updating")
 
     critic.before = {4: die}
-    with pytest.raises(RoleLostError), loop.completing_saves():
+    with pytest.raises(RoleLostError, match="updating"), loop.completing_saves():
         loop.run()
     loop.tracker.close()
     files = sorted(path.name for path in loop.checkpoints.directory.iterdir())
