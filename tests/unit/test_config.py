@@ -183,7 +183,10 @@ def test_config_is_frozen(tmp_path: Path) -> None:
         (["algorithm.kl_target=0.1"], ["algorithm.kl_target", "algorithm.name=ppo", "algorithm.beta > 0"]),
         (["algorithm.kl_target=0.1", "algorithm.beta=0.1"], ["algorithm.kl_target", "algorithm.name=ppo"]),
         ([*PPO, "algorithm.kl_target=0.1"], ["algorithm.kl_target", "algorithm.beta > 0"]),
-        ([*PPO, "algorithm.advantage=f.py:g"], ["algorithm.advantage=f.py:g", "algorithm.name=ppo", "use algorithm.name"]),
+        (
+            [*PPO, "algorithm.advantage=f.py:g"],
+            ["algorithm.advantage=f.py:g", "algorithm.name=ppo", "use algorithm.name"],
+        ),
         (
             ["algorithm.name=ppo", "algorithm.dynamic_sampling_max_tries=2"],
             ["algorithm.dynamic_sampling_max_tries", "set it to 0", "ppo"],
@@ -233,12 +236,20 @@ def test_config_is_frozen(tmp_path: Path) -> None:
             ["placement.mode=colocate", "rollout.tensor_parallel_size=2", "3 ranks"],
         ),
         (
-            ["placement.mode=colocate", "learner.num_ranks=2", "rollout.tensor_parallel_size=2", "rollout.num_workers=2"],
+            [
+                "placement.mode=colocate",
+                "learner.num_ranks=2",
+                "rollout.tensor_parallel_size=2",
+                "rollout.num_workers=2",
+            ],
             ["placement.mode=colocate", "rollout.num_workers=2 x rollout.tensor_parallel_size=2", "2 ranks"],
         ),
         (["rollout.autoscale={min: 3, max: 2}"], ["rollout.autoscale.max=2", "rollout.autoscale.min=3"]),
         (["rollout.autoscale={min: 2, max: 4}"], ["rollout.num_workers=1", "rollout.autoscale.min"]),
-        (["rollout.autoscale={min: 1, max: 4}", "rollout.num_workers=5"], ["rollout.num_workers=5", "rollout.autoscale"]),
+        (
+            ["rollout.autoscale={min: 1, max: 4}", "rollout.num_workers=5"],
+            ["rollout.num_workers=5", "rollout.autoscale"],
+        ),
         (["rollout.extra_kinds.default.num_workers=2"], ["rollout.extra_kinds.default", "another name"]),
         (["rollout.extra_kinds.big.max_num_seqs=0"], ["rollout.extra_kinds.big.max_num_seqs=0", "at least 1"]),
         (["rollout.extra_kinds.big.num_workers=-1"], ["rollout.extra_kinds.big.num_workers=-1", "at least 0"]),

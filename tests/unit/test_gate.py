@@ -50,9 +50,7 @@ def test_differences_warn_then_stop_and_nan_stops() -> None:
 
 
 def test_bounds_follow_the_dtype_unless_they_are_set() -> None:
-    def bounds(
-        dtype: torch.dtype, *, top_p: float = 1.0, top_k: int = -1, **checks: float
-    ) -> tuple[float, float]:
+    def bounds(dtype: torch.dtype, *, top_p: float = 1.0, top_k: int = -1, **checks: float) -> tuple[float, float]:
         gate = SamplingGate.of(SamplingChecksConfig(**checks), RolloutConfig(top_p=top_p, top_k=top_k), dtype)
         return gate.warn, gate.stop
 
