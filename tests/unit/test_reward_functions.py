@@ -115,8 +115,8 @@ def test_exact_match() -> None:
 
 
 def test_contains_answer_wants_whole_words() -> None:
-    texts = ["it is 7.", "it is 17", "it is 71", "a (b) c", "7"]
-    assert contains_answer(texts, ["7", "7", "7", "(b)", None]) == [1.0, 0.0, 0.0, 1.0, None]
+    texts = ["it is 7.", "it is 17", "it is 71", "a (b) c", "it is 125", "7"]
+    assert contains_answer(texts, ["7", "7", "7", "(b)", "1.5", None]) == [1.0, 0.0, 0.0, 1.0, 0.0, None]
 
 
 @pytest.mark.parametrize(
@@ -161,8 +161,8 @@ def test_length_penalty_is_soft_then_full() -> None:
 
 
 def test_format_regex_matches_the_whole_text() -> None:
-    texts = ["<think>a\nb</think> 7 ", "x <think></think> 7", "7"]
-    assert format_regex(texts, regex="<think>.*</think> \\d+") == [1.0, 0.0, 0.0]
+    texts = ["<think>a\nb</think> 7 ", "x <think></think> 7", "<think></think> 7 x", "7"]
+    assert format_regex(texts, regex="<think>.*</think> \\d+") == [1.0, 0.0, 0.0, 0.0]
 
 
 # ---- loading
@@ -280,6 +280,9 @@ def test_plain_data_is_passed_as_strings_with_its_columns() -> None:
         "answer": ["0", "1"],
         "level": [0, 1],
     }
+    mixed = [Prompt(0, [1], "a", columns={"answer": "0"}), Prompt(1, [1], "b", columns={"level": 1})]
+    together(spy).submit(mixed, ["a", "b"], [[1], [2]]).result()
+    assert (seen["answer"], seen["level"]) == (["0", None], [None, 1])
 
 
 def test_chats_are_passed_as_messages() -> None:
@@ -545,6 +548,7 @@ def test_the_scores_of_batches_join_by_name() -> None:
 def test_more_abstained_than_allowed_ends_the_run() -> None:
     given = [math.nan, math.nan, 1.0, math.nan]
     Scores({"a": given}, {"a": 1.0}).check_abstained(0.75)
+    Scores({"a": given, "b": [1.0] * 4}, {"a": 1.0, "b": 1.0}).check_abstained(0.0)
     with pytest.raises(RewardError) as caught:
         Scores({"a": given, "b": [1.0] * 4, "c": given}, {"a": 1.0, "b": 0.0, "c": 2.0}).check_abstained(0.5)
     assert str(caught.value) == (
