@@ -171,6 +171,14 @@ def test_a_function_that_ends_its_process_is_named_and_the_next_call_works(proce
     assert score(process, functions["with_alarm"]) == [0.5, 0.5]
 
 
+def test_a_process_that_dies_between_two_calls_is_replaced(process, functions) -> None:
+    score(process, functions["with_alarm"])
+    child = process._child._process
+    child.kill()
+    child.wait(timeout=30)
+    assert score(process, functions["with_alarm"]) == [0.5, 0.5]
+
+
 def test_a_dead_process_is_known_at_the_deadline_where_its_child_keeps_the_pipe(hasty, functions) -> None:
     with pytest.raises(RewardError, match=r"dies_but_leaves_a_child .* ended its process \(exit code 3\)"):
         score(hasty, functions["dies_but_leaves_a_child"])
