@@ -1,6 +1,6 @@
 """The policy learner alone: tokens/s, MFU and peak memory of one update over ragged sequences, for several settings.
 
-python -m benchmarks.bench_learner MODEL_DIR [--sequences 512] [--variants compile ...] [--out result.json]
+python -m benchmarks.bench_learner MODEL_DIR [--sequences 512] [--ranks 2] [--variants compile ...] [--out result.json]
 python -m benchmarks.bench_learner --tiny MODEL_DIR          # seconds on a CPU; what the test runs
 """
 
@@ -28,8 +28,10 @@ from rlhf.training.engine import Engine, init_distributed, local_rank_device, re
 from rlhf.training.learner import PolicyLearner
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "default": {"gradient_checkpointing": True},
-    "no-checkpointing": {"gradient_checkpointing": False},
+    "zero3": {"gradient_checkpointing": True},
+    "zero3-compile": {"gradient_checkpointing": True, "compile": True},
+    "zero3-no-checkpointing": {"gradient_checkpointing": False},
+    "zero3-compile-no-checkpointing": {"gradient_checkpointing": False, "compile": True},
     "zero1": {"zero_stage": 1, "gradient_checkpointing": False},
     "compile": {"zero_stage": 1, "gradient_checkpointing": False, "compile": True},
     "compile-float32": {"zero_stage": 1, "gradient_checkpointing": False, "compile": True, "float32_gradients": True},
@@ -60,14 +62,18 @@ def ragged_batch(num_sequences: int, prompt_tokens: int, median: int, longest: i
     )
 
 
-def measure(model: str, batch: TrainBatch, variant: dict[str, Any], repeats: int, longest: int) -> dict[str, float]:
-    """Seconds per update after one warm-up, and figures derived from them. Call it in a fresh process: DeepSpeed's
-    engines outlive their use, and their memory would count towards the next variant's."""
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+def measure(
+    rank: int, num_ranks: int, model: str, batch: TrainBatch, variant: dict[str, Any], repeats: int, longest: int
+) -> dict[str, float]:
+    """Seconds per update after one warm-up, and figures derived from them, of one rank. Call it in a fresh process:
+    DeepSpeed's engines outlive their use, and their memory would count towards the next variant's."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777"}
+    if os.environ.get("DS_ACCELERATOR") != "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
     device = local_rank_device()
     init_distributed(device, 600)
-    config = LearnerConfig(**{"micro_batch_tokens": 16384, **variant})
+    config = LearnerConfig(**{"micro_batch_tokens": 16384, "num_ranks": num_ranks, **variant})
     dtype = resolve_dtype("auto", device)
 
     def load() -> Any:
@@ -96,8 +102,8 @@ def measure(model: str, batch: TrainBatch, variant: dict[str, Any], repeats: int
         "first_s": first,
         "update_s": seconds,
         "tokens_per_s": num_tokens / seconds,
-        "tflops": flops / seconds / 1e12,
-        "mfu": flops / seconds / peaks.flops if peaks else math.nan,
+        "tflops": flops / num_ranks / seconds / 1e12,
+        "mfu": flops / num_ranks / seconds / peaks.flops if peaks else math.nan,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else math.nan,
     }
 
@@ -106,6 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--ranks", type=int, default=1, help="one GPU each")
     parser.add_argument("--sequences", type=int, default=512)
     parser.add_argument("--prompt", type=int, default=100)
     parser.add_argument("--median", type=int, default=330)
@@ -116,15 +123,16 @@ def main() -> None:
     args = parser.parse_args()
     if args.tiny:
         args.sequences, args.prompt, args.median, args.longest = 16, 8, 12, 24
-        args.variants, args.repeats = ["default", "zero1"], 1
+        args.variants, args.repeats = ["zero3", "zero1"], 1
     vocab = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
     batch = ragged_batch(args.sequences, args.prompt, args.median, args.longest, vocab)
     table = Table("variant", "update s", "tokens/s", "TFLOP/s", "MFU", "peak GiB", "first s")
     results = {}
     for name in args.variants:
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as child:
-            measured = child.submit(measure, args.model, batch, VARIANTS[name], args.repeats, args.longest)
-            results[name] = r = measured.result()
+        with ProcessPoolExecutor(args.ranks, mp_context=multiprocessing.get_context("spawn")) as ranks:
+            task = args.ranks, args.model, batch, VARIANTS[name], args.repeats, args.longest
+            measured = [ranks.submit(measure, rank, *task) for rank in range(args.ranks)]
+            results[name] = r = measured[0].result()
         table.add_row(
             name,
             f"{r['update_s']:.2f}",
@@ -137,7 +145,7 @@ def main() -> None:
         print(name, r, flush=True)
     Console().print(table)
     if args.out:
-        args.out.write_text(json.dumps({"tokens": len(batch.tokens), "variants": results}, indent=1))
+        args.out.write_text(json.dumps({"tokens": len(batch.tokens), "ranks": args.ranks, "variants": results}, indent=1))
 
 
 if __name__ == "__main__":

@@ -261,7 +261,7 @@ class LearnerConfig(Section, key="learner"):
     gradient_checkpointing: bool | None = None
     # keep optimiser state in host memory while vLLM generates; null: if they share a GPU that cannot hold both
     offload_when_idle: bool | None = None
-    # torch.compile the decoder layers, on a GPU also those of reference and reward model; needs zero_stage < 3
+    # torch.compile the decoder layers, on a GPU also those of reference and reward model
     compile: bool = False
     # accumulate gradients of micro-batches in float32, even of a bfloat16 model; null: if the memory plan has room,
     # and on CPU. DeepSpeed cannot at zero_stage 0, or at 1 and 2 with offload_optimizer
@@ -273,11 +273,6 @@ class LearnerConfig(Section, key="learner"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            not self.compile or self.zero_stage < 3,
-            f"{self.KEY}.compile=true does not work with {self.KEY}.zero_stage=3, which gathers weights within "
-            "each layer; use zero_stage 0, 1 or 2, or compile=false",
-        )
         require(
             not self.offload_optimizer or self.zero_stage > 0,
             f"{self.KEY}.offload_optimizer needs {self.KEY}.zero_stage 1, 2 or 3",
