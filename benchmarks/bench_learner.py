@@ -27,16 +27,15 @@ from rlhf.planning.shapes import ModelShape
 from rlhf.training.engine import Engine, init_distributed, local_rank_device, resolve_dtype
 from rlhf.training.learner import PolicyLearner
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "zero3": {"gradient_checkpointing": True},
-    "zero3-compile": {"gradient_checkpointing": True, "compile": True},
-    "zero3-no-checkpointing": {"gradient_checkpointing": False},
-    "zero3-compile-no-checkpointing": {"gradient_checkpointing": False, "compile": True},
-    "zero1": {"zero_stage": 1, "gradient_checkpointing": False},
-    "compile": {"zero_stage": 1, "gradient_checkpointing": False, "compile": True},
-    "compile-float32": {"zero_stage": 1, "gradient_checkpointing": False, "compile": True, "float32_gradients": True},
-    "compile-32k": {"zero_stage": 1, "gradient_checkpointing": False, "compile": True, "micro_batch_tokens": 32768},
-    "compile-chunk4k": {"zero_stage": 1, "gradient_checkpointing": False, "compile": True, "logits_chunk_tokens": 4096},
+VARIANTS: dict[str, dict[str, Any]] = {  # ZeRO-3, compiled and without checkpointing, but for what is named
+    "zero3": {},
+    "zero3-checkpointed": {"checkpointed_layers": 10**6},
+    "zero3-eager": {"compile": False},
+    "zero1": {"zero_stage": 1},
+    "zero1-eager": {"zero_stage": 1, "compile": False},
+    "zero1-float32": {"zero_stage": 1, "float32_gradients": True},
+    "zero1-32k": {"zero_stage": 1, "micro_batch_tokens": 32768},
+    "zero1-chunk4k": {"zero_stage": 1, "logits_chunk_tokens": 4096},
 }
 GROUP = 8  # completions per prompt
 
@@ -73,7 +72,8 @@ def measure(
         os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
     device = local_rank_device()
     init_distributed(device, 600)
-    config = LearnerConfig(**{"micro_batch_tokens": 16384, "num_ranks": num_ranks, **variant})
+    defaults = {"micro_batch_tokens": 16384, "num_ranks": num_ranks, "compile": device.type == "cuda"}
+    config = LearnerConfig(**{**defaults, **variant})
     dtype = resolve_dtype("auto", device)
 
     def load() -> Any:
@@ -83,14 +83,14 @@ def measure(
     algorithm = AlgorithmConfig(prompts_per_step=batch.num_sequences // GROUP, group_size=GROUP)
     learner = PolicyLearner(engine, algorithm, seed=0, max_completion_tokens=longest)
     started = time.perf_counter()
-    learner.update(batch, 0)
+    metrics = learner.update(batch, 0)
     first = time.perf_counter() - started
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     times = []
     for step in range(1, repeats + 1):
         started = time.perf_counter()
-        learner.update(batch, step)
+        metrics = learner.update(batch, step)
         times.append(time.perf_counter() - started)
     seconds = sorted(times)[len(times) // 2]
     num_tokens = len(batch.tokens)
@@ -100,6 +100,7 @@ def measure(
     peaks = device_peaks(torch.cuda.get_device_name()) if device.type == "cuda" else None
     return {
         "first_s": first,
+        "grad_norm": metrics["grad_norm"],
         "update_s": seconds,
         "tokens_per_s": num_tokens / seconds,
         "tflops": flops / num_ranks / seconds / 1e12,

@@ -85,6 +85,9 @@ def deepspeed_config(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any
         "zero_optimization": {
             "stage": config.zero_stage,
             "stage3_param_persistence_threshold": 0,
+            # DeepSpeed's linear layer keeps no gathered weight for its backward. A compiled layer keeps none anyway, and
+            # there its gradient would get lost: torch traces a layer's input as one that needs none.
+            "memory_efficient_linear": not config.compile,
             "contiguous_gradients": True,
             **offload,
         },
@@ -155,8 +158,8 @@ class Engine:
         # transformers finds this object through a weak reference and then loads shard by shard
         self._hf_config = HfDeepSpeedConfig(ds_config) if config.zero_stage == 3 else None
         model = load_model()
-        if config.gradient_checkpointing:
-            model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if config.checkpointed_layers:
+            model.checkpoint_layers(config.checkpointed_layers)
         if config.compile:
             model.compile_layers()
         if config.zero_stage == 3:
