@@ -146,7 +146,9 @@ def main() -> None:
         print(name, r, flush=True)
     Console().print(table)
     if args.out:
-        args.out.write_text(json.dumps({"tokens": len(batch.tokens), "ranks": args.ranks, "variants": results}, indent=1))
+        args.out.write_text(
+            json.dumps({"tokens": len(batch.tokens), "ranks": args.ranks, "variants": results}, indent=1)
+        )
 
 
 if __name__ == "__main__":

@@ -8,13 +8,15 @@ from rlhf.planning.memory_plan import Checkpointing, MemoryPlan
 from rlhf.planning.shapes import read_shape
 from rlhf.planning.usage import AnyConfig, Choice, Choices, Usage, model_shape, predict
 
+FLOAT32_LAYERS = 0.1  # share of the layers that may be checkpointed for float32 gradients: 3 % of an update
+
 
 def plan_memory(config: AnyConfig, device_bytes: float) -> MemoryPlan | None:
     """Predicts a run on GPUs of ``device_bytes``; None if the policy's ``config.json`` is not available.
 
     Other models whose ``config.json`` is not available are assumed to be as large as the policy. What the configuration
     leaves open is decided here: as few checkpointed layers as the training phase has room for, optimiser state in host
-    memory if vLLM would otherwise have no room to wake up, and float32 gradients if they require no more of the two.
+    memory if vLLM would otherwise have no room to wake up, and float32 gradients if they require hardly more of the two.
     """
     if read_shape(config.model.path) is None:
         return None
@@ -46,7 +48,7 @@ class _Fit:
         return predict(self.config, self.device_bytes, choices)
 
     def decide(self) -> Choices:
-        """The fastest choices; then float32 gradients, one learner at a time, where they cost no speed."""
+        """The fastest choices; then float32 gradients, one learner at a time, where they cost next to no speed."""
         start = Choices({role: self.starting_choice(settings) for role, settings in self.learners.items()})
         choices = self.fastest(start)
         for role, settings in self.learners.items():
@@ -54,7 +56,11 @@ class _Fit:
                 continue
             wider = start.vary(role, float32_gradients=True)
             trial = self.fastest(wider)
-            if trial.as_fast_as(choices) and max(self.usage(trial).gpu_of(role).values()) <= self.limit:
+            spare_layers = int(FLOAT32_LAYERS * self.num_layers(role))
+            if (
+                trial.as_fast_as(choices, spare_layers=spare_layers)
+                and max(self.usage(trial).gpu_of(role).values()) <= self.limit
+            ):
                 start, choices = wider, trial
         return choices
 

@@ -43,10 +43,10 @@ class Choices:
         """The same choices with these fields of ``role`` changed."""
         return Choices({**self.by_role, role: replace(self[role], **changes)})
 
-    def as_fast_as(self, other: "Choices") -> bool:
-        """Whether no role recomputes or moves anything that it would not under ``other``."""
+    def as_fast_as(self, other: "Choices", *, spare_layers: int) -> bool:
+        """Whether no role recomputes more than ``spare_layers`` or moves anything that it would not under ``other``."""
         return all(
-            self[role].checkpointed_layers <= other[role].checkpointed_layers
+            self[role].checkpointed_layers <= other[role].checkpointed_layers + spare_layers
             and self[role].offloads <= other[role].offloads
             for role in self
         )
