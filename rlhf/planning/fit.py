@@ -16,7 +16,7 @@ def plan_memory(config: AnyConfig, device_bytes: float) -> MemoryPlan | None:
 
     Other models whose ``config.json`` is not available are assumed to be as large as the policy. What the configuration
     leaves open is decided here: as few checkpointed layers as the training phase has room for, optimiser state in host
-    memory if vLLM would otherwise have no room to wake up, and float32 gradients if they require hardly more of the two.
+    memory if vLLM would otherwise have no room to wake up, and float32 gradients if that takes hardly more of the two.
     """
     if read_shape(config.model.path) is None:
         return None

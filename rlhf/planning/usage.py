@@ -149,7 +149,7 @@ def _engine(config: Config, settings: RolloutConfig, device_bytes: float) -> Rol
 
 def model_shape(config: AnyConfig, path: str | None = None) -> ModelShape:
     """The shape of the model at ``path``; the policy's if that is None or unknown."""
-    shape = read_shape(path or config.model.path) or readmodel_shape(config.model.path)
+    shape = read_shape(path or config.model.path) or read_shape(config.model.path)
     assert shape is not None, "the policy's shape is known"
     return shape
 

@@ -85,8 +85,8 @@ def deepspeed_config(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any
         "zero_optimization": {
             "stage": config.zero_stage,
             "stage3_param_persistence_threshold": 0,
-            # DeepSpeed's linear layer keeps no gathered weight for its backward. A compiled layer keeps none anyway, and
-            # there its gradient would get lost: torch traces a layer's input as one that needs none.
+            # DeepSpeed's linear layer keeps no gathered weight for its backward. A compiled layer keeps none anyway,
+            # and traced with it would lose the gradient of its attention.
             "memory_efficient_linear": not config.compile,
             "contiguous_gradients": True,
             **offload,

@@ -1,5 +1,5 @@
-"""On NVIDIA GPUs: training stays on its own GPU, weights cross over NCCL and CUDA IPC, shared prompts and compiled layers
-give the same gradient, and no loss waits for the GPU.
+"""On NVIDIA GPUs: training stays on its own GPU, weights cross over NCCL and CUDA IPC, shared prompts and compiled
+layers give the same gradient, and no loss waits for the GPU.
 
 pytest -m gpu tests/gpu
 """

@@ -37,13 +37,13 @@ QWEN_05B = {
     "vocab_size": 151_936,
     "tie_word_embeddings": True,
 }
-QWEN_15B = QWEN_05B | {
+QWEN_15B: dict[str, object] = QWEN_05B | {
     "num_hidden_layers": 28,
     "hidden_size": 1536,
     "intermediate_size": 8960,
     "num_attention_heads": 12,
 }
-QWEN_7B = {
+QWEN_7B: dict[str, object] = {
     "num_hidden_layers": 28,
     "hidden_size": 3584,
     "intermediate_size": 18944,
@@ -74,7 +74,7 @@ def shape_of(config: dict[str, object]) -> ModelShape:
 
 
 def test_what_a_layer_keeps_by_hand() -> None:
-    # eager, bf16: two norms of (4 + 2 + 2) x 4; q and out 2 x 4 each, k and v 2 x 2; four of 2 x 8; log-sum-exp of 2 heads
+    # eager, bf16: two norms of (4 + 2 + 2) x 4; q and out 2 x 4 each, k and v 2 x 2; four of 2 x 8; a log-sum-exp of 2
     assert kept_by_layer(TOY, compiled=False, element_bytes=2) == 2 * 32 + 2 * (8 + 4) + 4 * 16 + 8
     # compiled: two residuals 2 x 4; q, out, k, v; gate, up and one more 2 x 8; log-sum-exp
     assert kept_by_layer(TOY, compiled=True, element_bytes=2) == 2 * 8 + 2 * (8 + 4) + 3 * 16 + 8
@@ -188,7 +188,7 @@ def test_forward_by_hand() -> None:
 
 # Against benchmarks/RESULTS.md: one H200, allocated GiB.
 
-MEASURED = [  # shape, ranks, ZeRO stage, checkpointed layers, tokens of the fullest micro-batch, GiB (benchmarks/RESULTS.md)
+MEASURED = [  # shape, ranks, ZeRO stage, checkpointed layers, tokens of the fullest micro-batch, GiB
     (QWEN_15B, 1, 1, 0, 14378, 53.4),
     (QWEN_15B, 1, 3, 0, 14378, 53.4),
     (QWEN_15B, 1, 1, 0, 32712, 88.8),
