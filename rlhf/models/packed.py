@@ -42,7 +42,8 @@ class PackedModel(nn.Module):
         """Has the first ``count`` decoder layers recompute their activations in the backward pass (Chen et al. 2016,
         arXiv 1604.06174). The backward pass comes to them last, when the others have freed theirs."""
         self.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        for layer in self.layers[count:]:
+        kept: Any = self.layers[count:]
+        for layer in kept:
             layer.gradient_checkpointing = False
 
     def compile_layers(self) -> None:

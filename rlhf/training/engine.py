@@ -101,10 +101,10 @@ def _gather_by_layer(model: PackedModel) -> dict[str, int]:
     """
     from deepspeed.utils import set_z3_leaf_module
 
-    for layer in model.layers:
+    layers: Any = model.layers
+    for layer in layers:
         set_z3_leaf_module(layer, True)
-    largest = max(sum(parameter.ds_numel for parameter in layer.parameters()) for layer in model.layers)
-    return {"stage3_prefetch_bucket_size": largest}
+    return {"stage3_prefetch_bucket_size": max(sum(p.ds_numel for p in layer.parameters()) for layer in layers)}
 
 
 def make_optimizer(parameters: list[nn.Parameter], config: LearnerConfig) -> torch.optim.Optimizer:
