@@ -202,6 +202,7 @@ INTERVALS = {
         CheckpointConfig.every_steps CheckpointConfig.max_restarts ChecksConfig.max_skipped_steps
         SamplingChecksConfig.max_skipped_steps SamplingChecksConfig.logprob_groups
         TrackingConfig.completions_every_steps RewardTrainingConfig.eval_every_steps
+        LearnerConfig.checkpointed_layers CriticConfig.checkpointed_layers
     """,
     "[2, 2147483647]": "RolloutConfig.max_failures",
     "[-1, 2147483647]": "RolloutConfig.top_k",

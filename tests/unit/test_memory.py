@@ -450,7 +450,7 @@ def test_what_does_not_fit_is_one_line_with_the_key(
 def test_a_phase_may_fill_the_gpu_and_not_a_byte_more(gpu: str) -> None:
     config = load_config(CONF / "grpo_tiny.yaml", ["model.path=x"])
     roles = {"learner": RoleMemory(1.0, training=2.0), "rollout": RoleMemory(1.0, kv_cache=1.0)}
-    on = {"learner": Checkpointing(on=True, needed=0.0, left=0.0)}
+    on = {"learner": Checkpointing(layers=1, num_layers=2, needed=0.0, left=0.0)}
 
     def plan(needed: float) -> MemoryPlan:
         return MemoryPlan(config, 8 * GIB, roles, {gpu: {"generate": 1.0, "score": needed, "train": 2.0}}, on)

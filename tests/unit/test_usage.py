@@ -29,7 +29,7 @@ SHAPE = {
     "num_key_value_heads": 2,
     "vocab_size": 1000,
 }
-PLAIN = Choice(checkpointing=True, offloads=False, float32_gradients=False)
+PLAIN = Choice(checkpointed_layers=99, offloads=False, float32_gradients=False)
 
 
 def model(directory: Path, name: str, **changes: int) -> ModelShape:
@@ -55,7 +55,7 @@ def test_roles_on_a_shared_gpu_take_turns(tmp_path: Path) -> None:
         model(tmp_path, name)
     ranks = ["learner.num_ranks=2", "critic.num_ranks=2", "reference.num_ranks=3", "reward.model.num_ranks=1"]
     config = ppo(tmp_path, *ranks)
-    offloading = Choice(checkpointing=True, offloads=True, float32_gradients=False)
+    offloading = Choice(checkpointed_layers=99, offloads=True, float32_gradients=False)
     usage = predict(config, 8 * GIB, Choices({"learner": PLAIN, "critic": offloading}))
     learner, critic = usage.roles["learner"], usage.roles["critic"]
     reference, judge, engine = (usage.roles[role] for role in ("reference", "reward_model", "rollout"))
@@ -110,7 +110,7 @@ def test_each_role_is_predicted_with_its_own_sizes(tmp_path: Path, dtype: str, e
             tokens=tokens,
             chunk=chunk,
             lm_head=lm_head,
-            checkpointing=True,
+            checkpointed_layers=99,
             compiled=False,
             element_bytes=element_bytes,
         )
