@@ -24,7 +24,7 @@ import pstats
 import random
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -37,7 +37,7 @@ import torch
 
 from actors.group import ActorGroup, Member
 from actors.proxies import LearnerGroup, RewardGroup
-from actors.rollouts.engine import Completion, Request
+from actors.rollouts.engine import Completion, Request, group_of
 from actors.rollouts.engine_loop import Report
 from actors.rollouts.factory import Launch
 from actors.rollouts.pool import RolloutPool
@@ -82,26 +82,27 @@ class RolloutWorker(Actor):
             simulation, begin_update=1, receive_session=[list(range(BUCKETS))], start="10.0.0.1", abort=None
         )
         self._draw, self._tokens, self._version = draw, tokens, -1
-        self._running: dict[str, Request] = {}
+        self._running: dict[str, set[str]] = defaultdict(set)  # keys by group
         self._finished: list[Completion] = []
+        self._whole = False  # a group has finished since the last report
         self._collecting: Ref | None = None
         self._generated = 0
 
     def serve_submit(self, ref: Ref, requests: list[Request]) -> None:
         for request in requests:
-            self._running[request.key] = request
+            self._running[group_of(request.key)].add(request.key)
             duration_s = min(LONGEST_S, MEDIAN_S * math.exp(SPREAD * self._draw.gauss(0.0, 1.0)))
             self._simulation.after(duration_s, lambda key=request.key: self._finish(key))
         self.reply(ref, None, LATENCY_S)
 
     def serve_abort(self, ref: Ref, keys: list[str]) -> None:
         for key in keys:
-            self._running.pop(key, None)
+            self._running[group_of(key)].discard(key)
         self.reply(ref, None, LATENCY_S)
 
     def serve_collect(self, ref: Ref, wait_s: float) -> None:
         self._collecting = ref
-        if self._finished:
+        if self._whole:
             self._report(ref)
         else:
             self._simulation.after(wait_s, lambda: self._report(ref))
@@ -111,20 +112,23 @@ class RolloutWorker(Actor):
         self.reply(ref, None, LATENCY_S)
 
     def _finish(self, key: str) -> None:
-        if self._dead or self._running.pop(key, None) is None:
+        running = self._running[group_of(key)]
+        if self._dead or key not in running:
             return
+        running.remove(key)
         length = self._draw.randint(self._tokens // 2, 3 * self._tokens // 2)
         tokens = [self._draw.randrange(32000) for _ in range(length)]
         self._finished.append(Completion(key, tokens, "stop", None, np.full(length, self._version, np.int32)))
         self._generated += length
-        if self._collecting is not None:
+        self._whole = self._whole or not running
+        if self._whole and self._collecting is not None:
             self._report(self._collecting)
 
     def _report(self, ref: Ref) -> None:
         if ref is self._collecting:
             self._collecting = None
             self.reply(ref, Report(self._finished, self._generated, 0.0), LATENCY_S)
-            self._finished = []
+            self._finished, self._whole = [], False
 
 
 class Factory:

@@ -85,7 +85,7 @@ class Simulation:
     def __init__(self, meter: Meter, latency_s: float) -> None:
         """``latency_s``: of every call that does not wait for something."""
         self._meter, self.latency_s = meter, latency_s
-        self._skipped_s = 0.0
+        self._skipped_s, self._num_ended = 0.0, 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = itertools.count()
         self._lock = threading.RLock()
@@ -143,6 +143,7 @@ class Simulation:
         if not ref.ended:
             ref.answer = answer if isinstance(answer, Exception) else pickle.dumps(answer, protocol=5)
             ref.ended = True
+            self._num_ended += 1
 
     def _put(self, value: Any) -> Ref:
         self.counts["put"] += 1
@@ -166,11 +167,13 @@ class Simulation:
         with self._meter.part("simulation"):
             self.counts["wait"] += 1
             self.counts["waited for"] += len(refs)
-            ends = self.now_s() + timeout
+            ends, seen, ready = self.now_s() + timeout, -1, []
             while True:
                 self._catch_up()
-                ready = list(itertools.islice((ref for ref in refs if ref.ended), num_returns))
-                if ready or self.now_s() >= ends:
+                if self._num_ended != seen:
+                    seen = self._num_ended
+                    ready = list(itertools.islice((ref for ref in refs if ref.ended), num_returns))
+                if len(ready) == num_returns or self.now_s() >= ends:
                     found = set(ready)
                     return ready, [ref for ref in refs if ref not in found]
                 self._pass_time(ends)

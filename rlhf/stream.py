@@ -209,6 +209,8 @@ def choose_batch(ready: Sequence[int], sampling: Sequence[int], *, step: int, si
     Returns:
         Indices into ``ready``, ``size`` of them.
     """
+    if len(ready) < size:
+        return None
     chosen: set[int] = set()
     for deadline in sorted({*ready, *sampling}):
         due = [i for i, last in enumerate(ready) if last <= deadline]
@@ -221,8 +223,6 @@ def choose_batch(ready: Sequence[int], sampling: Sequence[int], *, step: int, si
             return None
         chosen.update(rest[: max(0, missing)])
     rest = [i for i in range(len(ready)) if i not in chosen]
-    if len(chosen) + len(rest) < size:
-        return None
     return chosen | set(rest[: size - len(chosen)])
 
 

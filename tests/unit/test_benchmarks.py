@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from actors.rollouts.supervisor import request_key
+from actors.rollouts.engine import request_key
 from benchmarks.common import PHASES, TrainRun, python_module
 from benchmarks.lengths import named_index, ragged_length
 
