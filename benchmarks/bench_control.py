@@ -321,8 +321,8 @@ def bench(workers: int, groups: int, args: argparse.Namespace) -> Row:
     )
     meter = Meter()
     simulation = Simulation(meter, LATENCY_S)
-    listener = cProfile.Profile(time.thread_time) if args.profile else None
-    driver = cProfile.Profile(time.thread_time) if args.profile else None
+    listener = cProfile.Profile() if args.profile else None
+    driver = cProfile.Profile() if args.profile else None
     with simulation, measured(meter, simulation, listener):
         run = Run(config, args, simulation, meter)
         run.start()
