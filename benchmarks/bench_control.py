@@ -2,7 +2,6 @@
 
 python -m benchmarks.bench_control [--workers 64 256 1024] [--groups 1024 8192 65536] [--deaths 4] [--out result.json]
 python -m benchmarks.bench_control --tiny                     # seconds; what the test runs
-python -m benchmarks.bench_control --ray                      # what one of Ray's own calls costs the driver; starts Ray
 python -m benchmarks.bench_control --profile --workers 1024 --groups 8192
 
 A row is a pool of so many workers, a step of so many groups of 8, all in flight together. CPU seconds of the driver's
@@ -13,8 +12,10 @@ listen     what came back, and the look at every worker       score      groups 
 publish    the protocol, four calls per worker                batch      packing, advantages, metrics
 send       the batch to the learner's ranks
 
-Ray itself is not in them: ``calls`` and ``waited_for`` (references that ray.wait was given) are per step, for what --ray
-measures. Arguments and answers are pickled as Ray does, in the caller's time. Completions hold --tokens tokens.
+Ray itself is not in them: ``calls``, ``gets``, ``waits`` and ``waited_for`` (references that ray.wait was given) count what it
+is asked for. Arguments and answers are pickled, as Ray does, in the caller's time; prompts and completions hold --tokens
+tokens. The workers' time is simulated, and passes no faster than this machine's while the driver computes: figures of a
+busy machine are too high.
 """
 
 import argparse
@@ -22,13 +23,11 @@ import cProfile
 import math
 import pstats
 import random
-import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -42,13 +41,11 @@ from actors.rollouts.engine_loop import Report
 from actors.rollouts.factory import Launch
 from actors.rollouts.pool import RolloutPool
 from actors.rollouts.scheduler import Scheduler
-from actors.rollouts.supervisor import Supervisor
-from actors.weights.channel import Rendezvous
 from actors.weights.transports import make_transport
 from benchmarks.common import ROOT, Row, show, write_json
 from benchmarks.simulation import Actor, Meter, Ref, Simulation
 from rlhf.algorithms import make_algorithm
-from rlhf.batch import Prompt, Rollout, TrainBatch
+from rlhf.batch import Prompt, Rollout
 from rlhf.config import Config
 from rlhf.recipes import load_config
 from rlhf.stream import GroupStream

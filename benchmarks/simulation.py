@@ -161,9 +161,7 @@ class Simulation:
             raise RayTaskError("call", "(the traceback)", ref.answer).as_instanceof_cause()
         return pickle.loads(ref.answer)
 
-    def _wait(
-        self, refs: Sequence[Ref], *, num_returns: int = 1, timeout: float = 0.0
-    ) -> tuple[list[Ref], list[Ref]]:
+    def _wait(self, refs: Sequence[Ref], *, num_returns: int = 1, timeout: float = 0.0) -> tuple[list[Ref], list[Ref]]:
         with self._meter.part("simulation"):
             self.counts["wait"] += 1
             self.counts["waited for"] += len(refs)
@@ -207,7 +205,10 @@ class Actor:
             raise AttributeError(method)
         serve = type(self).__dict__.get(f"serve_{method}")
         do = self._answer(method) if serve is None else serve.__get__(self)
-        remote = lambda *args: self._simulation.call(method, args, lambda ref, given: self._begin(ref, do, given))
+
+        def remote(*args: Any) -> Ref:
+            return self._simulation.call(method, args, lambda ref, given: self._begin(ref, do, given))
+
         return SimpleNamespace(remote=remote)
 
     def _answer(self, method: str) -> Callable[..., None]:

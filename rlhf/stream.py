@@ -186,6 +186,8 @@ class GroupStream:
         return bool(zero_variance_groups(rewards, self._algorithm.group_size).all())
 
     def _choose(self, step: int) -> set[int] | None:
+        if len(self._ready) < self._algorithm.prompts_per_step:
+            return None  # told apart first: it is asked after every group
         return choose_batch(
             [group.admitted.last_step for group in self._ready],
             [admitted.last_step for admitted in self._sampling.values()],
@@ -209,8 +211,6 @@ def choose_batch(ready: Sequence[int], sampling: Sequence[int], *, step: int, si
     Returns:
         Indices into ``ready``, ``size`` of them.
     """
-    if len(ready) < size:
-        return None
     chosen: set[int] = set()
     for deadline in sorted({*ready, *sampling}):
         due = [i for i, last in enumerate(ready) if last <= deadline]
@@ -223,6 +223,8 @@ def choose_batch(ready: Sequence[int], sampling: Sequence[int], *, step: int, si
             return None
         chosen.update(rest[: max(0, missing)])
     rest = [i for i in range(len(ready)) if i not in chosen]
+    if len(chosen) + len(rest) < size:
+        return None
     return chosen | set(rest[: size - len(chosen)])
 
 

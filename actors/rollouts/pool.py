@@ -12,10 +12,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
-
 from actors.control import RunControl
-from actors.group import Deadline, Member
+from actors.group import Deadline, Member, wait_for_some
 from actors.rollouts.autoscale import Autoscaler, LoadMeter
 from actors.rollouts.engine import Completion, Request, request_key
 from actors.rollouts.factory import WorkerFactory
@@ -269,7 +267,9 @@ class RolloutPool:
             while not self._closing.is_set():
                 with self._lock:
                     refs = self._supervisor.refs()
-                ready = _ended(list(refs))
+                if not refs:
+                    time.sleep(LISTEN_S)
+                ready = wait_for_some(list(refs), LISTEN_S, linger_s=len(refs) * LINGER_S) if refs else []
                 with self._lock:
                     for ref in ready:
                         for accepted in self._supervisor.hear(refs[ref], ref):
@@ -304,12 +304,3 @@ class RolloutPool:
         states = [str(worker.state) for worker in self._scheduler.workers.values() if worker.state is not State.DEAD]
         counts = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states)) or "none"
         return f"workers: {counts}; {len(self._scheduler.queue)} group(s) queued, {len(self._groups)} unfinished"
-
-
-def _ended(refs: list[ray.ObjectRef]) -> list[ray.ObjectRef]:
-    """The calls that have ended; waits briefly for one, and a moment for others."""
-    if not refs:
-        time.sleep(LISTEN_S)
-        return []
-    ready, rest = ray.wait(refs, num_returns=1, timeout=LISTEN_S)
-    return ready + (ray.wait(rest, num_returns=len(rest), timeout=len(refs) * LINGER_S)[0] if rest and ready else [])
