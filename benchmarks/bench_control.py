@@ -12,10 +12,10 @@ listen     what came back, and the look at every worker       score      groups 
 publish    the protocol, four calls per worker                batch      packing, advantages, metrics
 send       the batch to the learner's ranks
 
-Ray itself is not in them: ``calls``, ``gets``, ``waits`` and ``waited_for`` (references that ray.wait was given) count what it
-is asked for. Arguments and answers are pickled, as Ray does, in the caller's time; prompts and completions hold --tokens
-tokens. The workers' time is simulated, and passes no faster than this machine's while the driver computes: figures of a
-busy machine are too high.
+Ray itself is not in them: ``calls``, ``gets``, ``waits`` and ``waited_for`` (references that ray.wait was given) count
+what it is asked for. Arguments and answers are pickled, as Ray does, in the caller's time; prompts and completions hold
+--tokens tokens. The workers' time is simulated, and passes no faster than this machine's while the driver computes:
+figures of a busy machine are too high.
 """
 
 import argparse

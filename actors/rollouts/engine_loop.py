@@ -74,7 +74,7 @@ class EngineLoop(threading.Thread):
     def collect(self, wait_s: float) -> Report:
         """Waits up to ``wait_s`` for a whole group, then takes all completions that have finished.
 
-        Raises what ended the loop. A report for each completion would cost the driver of many workers more than all else.
+        Raises what ended the loop. A report for each completion would cost the driver of many workers too much.
         """
         self._worth_reporting.wait(wait_s)
         self._worth_reporting.clear()

@@ -16,7 +16,7 @@ from rlhf.config import Config
 from rlhf.errors import ActorError, DeadlineError, RlhfError
 
 COLLECT_WAIT_S = 1.0  # how long a collect call waits for a whole group; longer in large pools:
-MAX_REPORTS_PER_S = 100  # of workers that have nothing to report
+MAX_REPORTS_PER_S = 50  # of workers that have nothing to report
 MAX_BACKOFF_S = 60.0  # between attempts to start a worker
 PACE_OVER_S = 2.0  # a worker's pace is measured over at least this long
 

@@ -245,7 +245,7 @@ def test_completions_are_accepted_once(crew: MakeCrew) -> None:
     assert not pool.actors[0].given("abort"), "nobody else held it"
 
 
-@pytest.mark.parametrize(("silence_s", "wait_s"), [(300, 2.5), (4, 1.0)])
+@pytest.mark.parametrize(("silence_s", "wait_s"), [(300, 5.0), (4, 1.0)])
 def test_workers_of_a_large_pool_report_less_often_but_before_they_count_as_silent(
     crew: MakeCrew, silence_s: int, wait_s: float
 ) -> None:
@@ -256,7 +256,9 @@ def test_workers_of_a_large_pool_report_less_often_but_before_they_count_as_sile
 
 def test_nobody_listens_to_a_worker_that_has_ended(crew: MakeCrew) -> None:
     pool = crew("rollout.num_workers=2")
+    pool.factory.answers["submit"] = IN_FLIGHT
     pool.come_up()
+    pool.supervisor.send({0: [Request("0.0", 0, [1], 0)]})
     pool.die(0)
     assert set(pool.supervisor.refs().values()) == {1}
 
