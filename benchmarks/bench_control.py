@@ -25,7 +25,7 @@ import pstats
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from actors.group import ActorGroup, Member
 from actors.proxies import LearnerGroup, RewardGroup
@@ -138,7 +139,7 @@ class Factory:
 
     def launch(self, worker: int, kind: str) -> Launch:
         actor = self._workers[worker] = RolloutWorker(self._simulation, self._draw, self._tokens)
-        starting = Ref()
+        starting: Any = Ref()
         actor.reply(starting, "10.0.0.1", self.start_s)
         return Launch(actor, starting)
 
@@ -172,9 +173,7 @@ class LearnerStore:
         self._store: Any = None
 
     def open(self, timeout_s: float) -> int:
-        from torch.distributed import TCPStore
-
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return self._store.port
 
 
@@ -281,7 +280,7 @@ class Run:
 
 
 @contextmanager
-def measured(meter: Meter, simulation: Simulation, profile: cProfile.Profile | None):
+def measured(meter: Meter, simulation: Simulation, profile: cProfile.Profile | None) -> Iterator[None]:
     """Counts the parts; the pool's thread is profiled by itself, since a profile is of one thread."""
     with ExitStack() as patches:
         for owner, name, part in PARTS:

@@ -76,7 +76,8 @@ class Ref:
     __slots__ = ("answer", "ended")
 
     def __init__(self) -> None:
-        self.ended, self.answer = False, b""
+        self.ended = False
+        self.answer: bytes | Exception = b""
 
 
 class Simulation:

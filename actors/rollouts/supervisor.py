@@ -224,6 +224,7 @@ class Supervisor:
 
     def _started(self, worker_id: int) -> None:
         process = self._processes[worker_id]
+        assert process.starting is not None
         self._in_flight.pop(process.starting, None)
         node = fetch(process.starting, process.member, "starting")
         process.member = Member(process.member.handle, "rollout", worker_id, node)
@@ -235,8 +236,9 @@ class Supervisor:
         """Asks for the next report: less often in a large pool, but often enough to tell who is silent."""
         wait_s = max(COLLECT_WAIT_S, len(self._processes) / MAX_REPORTS_PER_S)
         process = self._processes[worker_id]
-        process.collecting = process.member.handle.collect.remote(min(wait_s, self._timeouts.worker_silence_s / 4))
-        self._in_flight[process.collecting] = worker_id
+        ref = process.member.handle.collect.remote(min(wait_s, self._timeouts.worker_silence_s / 4))
+        process.collecting = ref
+        self._in_flight[ref] = worker_id
 
     def _reported(self, worker_id: int, report: Report) -> list[Accepted]:
         process = self._processes[worker_id]
