@@ -13,6 +13,7 @@ from actors.weights.channel import Rendezvous
 from actors.weights.object_store import StoredBucket
 from actors.weights.sender import WeightSender
 from rlhf.batch import TrainBatch
+from rlhf.checkpoint import Written
 from rlhf.config import LearnerConfig
 from rlhf.models.loading import load_policy, load_scalar
 from rlhf.models.packed import PackedModel
@@ -145,8 +146,12 @@ class EngineActor(RankActor):
         return metrics
 
     def save(self, directory: str) -> None:
-        """Writes a resumable checkpoint. Collective."""
+        """Begins to write a resumable checkpoint. Collective."""
         self._learner.engine.save(directory)
+
+    def finish_save(self, wait: bool) -> Written | None:
+        """What this rank has written of it; None if it is not done, for which ``wait`` waits."""
+        return self._learner.engine.finish_save(wait=wait)
 
     def load(self, directory: str) -> None:
         """Reads what ``save`` wrote. Collective."""

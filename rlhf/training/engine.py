@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhf.batch import TrainBatch
+from rlhf.checkpoint import Written
 from rlhf.config import LearnerConfig, OptimizerConfig, require
-from rlhf.errors import CheckpointError
+from rlhf.errors import CheckpointError, one_line
 from rlhf.models.inputs import PackedInputs, packed_inputs
 from rlhf.models.packed import PackedModel
 from rlhf.models.probe import check_packing
+from rlhf.training.export import export
 from rlhf.training.parking import Parking
-from rlhf.training.weights import gathered_state_dict
 
 LossFn = Callable[[Any, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
 """(model output, its micro-batch on the same device) -> (loss, stats): sums over the micro-batch, which are added over
@@ -152,6 +153,8 @@ class Engine:
         import deepspeed
         from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
+        from rlhf.training.staged_writer import StagedWriter
+
         self.config, self.device = config, device
         ds_config = deepspeed_config(config, dtype)
         ds_config["train_batch_size"] = dist.get_world_size()
@@ -172,6 +175,8 @@ class Engine:
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=schedule, config=ds_config, dist_init_required=False
         )
+        self._writer, self._saved_to = StagedWriter(), ""
+        self.engine.checkpoint_engine = self._writer
         # Without ZeRO and bfloat16, DeepSpeed neither keeps nor checks the norm: both are done here.
         self._plain = config.zero_stage == 0 and not self.engine.bfloat16_enabled()
         self.engine.enable_backward_allreduce = not self._plain
@@ -299,10 +304,25 @@ class Engine:
         return [tensor for tensor in distinct.values() if tensor.device.type == self.device.type]
 
     def save(self, directory: str) -> None:
-        """Writes weights, optimiser, scheduler and RNG of this rank; all ranks call it."""
+        """Copies weights, optimiser, scheduler and RNG of this rank to host memory, once the save before is written;
+        from then on a thread writes them (``finish_save``). All ranks call it."""
         self.release_gathered()
+        self._saved_to = directory
         with self._parking.readable():
             self.engine.save_checkpoint(directory, tag="engine", client_state={"rng": torch.get_rng_state()})
+
+    def finish_save(self, *, wait: bool) -> Written | None:
+        """What this rank has written of the last ``save``; None if it is not done, for which ``wait`` waits.
+
+        Raises CheckpointError if it could not be written.
+        """
+        try:
+            return self._writer.finish(wait=wait)
+        except Exception as error:
+            raise CheckpointError(
+                f"{self._saved_to}: a checkpoint could not be written ({type(error).__name__}: {one_line(error)}); the "
+                "one before is whole, and the same command resumes from there"
+            ) from error
 
     def load(self, directory: str) -> None:
         """Reads what ``save`` wrote. Raises CheckpointError if it does not fit.
@@ -341,13 +361,9 @@ class Engine:
             wrapper.clip_grad = settings.max_grad_norm
 
     def save_model(self, directory: str) -> None:
-        """Writes a Hugging Face directory (rank 0 writes; all ranks call it)."""
+        """Writes a Hugging Face directory; all ranks call it."""
         self.release_gathered()
-        state = gathered_state_dict(self.model)
-        if self.rank == 0:
-            with self.model.original_config():
-                self.model.lm.save_pretrained(directory, state_dict=state, safe_serialization=True)
-        dist.barrier()
+        export(self.model, directory)
 
 
 def is_maximum(name: str) -> bool:

@@ -143,6 +143,9 @@ def test_save_and_load_go_on_bit_for_bit(start_learner: Start, tiny_config, tmp_
     learner.save(str(tmp_path / "checkpoint"))
     straight = learner.update(ragged_batch(1), 1).result()
     expected = weights_of(learner, tmp_path / "straight")
+    written = learner.finish_save(wait=True).result()
+    files = (tmp_path / "checkpoint").rglob("*states.pt")
+    assert written is not None and written.num_bytes == sum(path.stat().st_size for path in files)
 
     elsewhere = WarmRanks(LearnerActor, config, 2)
     learner = elsewhere.start(config)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhf.checkpoint import CheckpointStore, read_state
+from rlhf.checkpoint import CheckpointStore, Written, read_state
 from rlhf.errors import CheckpointError
 
 
@@ -105,3 +105,15 @@ def test_resume_modes(tmp_path: Path) -> None:
     assert store.find(str(store.path(5))) == store.path(5)
     with pytest.raises(CheckpointError, match=r"checkpoint\.resume=.*not a complete checkpoint"):
         store.find(str(tmp_path / "elsewhere"))
+
+
+def test_the_state_is_as_of_the_beginning_of_the_write(tmp_path: Path) -> None:
+    store, counts = CheckpointStore(tmp_path, keep=1), [1]
+    with store.writing(5, {"step": 5, "counts": counts}):
+        counts.append(2)
+    assert read_state(store.path(5))["counts"] == [1]
+
+
+def test_what_was_written_together_took_as_long_as_the_slowest() -> None:
+    assert Written.together([Written(1.5, 100), Written(2.5, 10)]) == Written(2.5, 110)
+    assert Written.together([Written(1.5, 100), None]) is None

@@ -13,13 +13,13 @@ import pytest
 
 from rlhf.algorithms import make_algorithm
 from rlhf.batch import Prompt
-from rlhf.checkpoint import CheckpointStore
+from rlhf.checkpoint import CheckpointStore, read_state
 from rlhf.checks.gate import DIFFERENCE, SamplingGate
 from rlhf.data.preferences import Pair
 from rlhf.data.prompt_stream import PromptStream
 from rlhf.data.prompts import PromptReport, PromptSet
 from rlhf.driver import Driver
-from rlhf.errors import RoleLostError, SamplingError
+from rlhf.errors import DeadlineError, RoleLostError, SamplingError
 from rlhf.recipes import load_config
 from rlhf.reward_config import RewardTrainingConfig
 from rlhf.reward_driver import RewardTraining
@@ -90,7 +90,7 @@ def lines(loop: Run[Any], name: str) -> list[dict[str, Any]]:
     """What the run has recorded, without times."""
     loop.tracker.close()
     rows = map(json.loads, (loop.tracker.run_dir / f"{name}.jsonl").read_text().splitlines())
-    timed = ("time/", "wall_s", "tokens_per_s", "eps", "bottleneck")
+    timed = ("time/", "checkpoint/", "wall_s", "tokens_per_s", "eps", "bottleneck")
     return [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows]
 
 
@@ -328,3 +328,89 @@ def test_a_resumed_run_asks_what_a_straight_one_does(tmp_path: Path, kind: str) 
     for name in ("metrics", "eval"):
         ours, theirs = (lines(loop, name) for loop in (resumed, straight))
         assert [without((row,), stale_metrics) for row in ours] == [without((row,), stale_metrics) for row in theirs]
+
+
+# ---- checkpoints that are written while the run goes on
+
+
+def saved_at(run_dir: Path, step: int) -> dict[str, Any]:
+    """What the checkpoint of a step holds of the driver's state, without what depends on the process and on time."""
+    state = read_state(run_dir / "checkpoints" / f"step-{step:06d}")
+    timed = {"tracker": {k: v for k, v in state["tracker"].items() if k not in OF_THIS_PROCESS}}
+    return {k: v for k, v in state.items() if k != "written_s"} | timed
+
+
+@pytest.mark.parametrize("start", [policy_run, reward_run])
+def test_a_checkpoint_counts_when_all_roles_have_written_theirs_and_is_as_of_its_step(
+    tmp_path: Path, start: Callable[..., Any]
+) -> None:
+    overrides = ["checkpoint.every_steps=2", "eval_every_steps=1", *(["num_steps=6"] if start is policy_run else [])]
+    quick, _ = start(tmp_path / "quick", *overrides)
+    quick.run()
+    slow, _ = start(tmp_path / "slow", *overrides)
+    last = list(slow.trained().values())[-1]
+    last.slow_to_save = True
+    seen: list[list[int]] = []
+    last.before = {step: lambda: seen.append(slow.checkpoints.steps()) for step in range(6)}
+    slow.run()
+    assert seen == [[], [], [], [], [2], [2]], "each is there when the next is asked for"
+    assert slow.checkpoints.steps() == [2, 4, 6]
+    for step in (2, 4, 6):
+        assert saved_at(tmp_path / "slow", step) == saved_at(tmp_path / "quick", step)
+
+
+def test_what_writing_a_checkpoint_took_is_in_the_record_of_the_step_after(tmp_path: Path) -> None:
+    loop, _ = policy_run(tmp_path, "num_steps=4", "checkpoint.every_steps=2")
+    loop.run()
+    rows = list(map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()))
+    names = ("checkpoint/write_s", "checkpoint/bytes")
+    assert [[row.get(name) for name in names] for row in rows] == [[None, None]] * 2 + [[12, 200]] + [[None, None]]
+
+
+@pytest.mark.parametrize(
+    ("error", "saved"), [(SamplingError("differs"), [2, 4]), (DeadlineError("learner[0]: still busy"), [2])]
+)
+def test_a_run_that_fails_leaves_its_last_checkpoint_complete_unless_a_role_hangs(
+    tmp_path: Path, error: Exception, saved: list[int]
+) -> None:
+    loop, _ = policy_run(tmp_path, "num_steps=6", "checkpoint.every_steps=2")
+
+    def fail() -> None:
+        raise error
+
+    model = loop.trained()["critic"]
+    model.slow_to_save, model.before = True, {4: fail}  # type: ignore[attr-defined]
+    with pytest.raises(type(error)), loop.completing_saves():
+        loop.run()
+    assert loop.checkpoints.steps() == saved
+
+
+def test_what_some_of_the_roles_have_saved_is_no_checkpoint(tmp_path: Path) -> None:
+    loop, _ = policy_run(tmp_path, "num_steps=6", "checkpoint.every_steps=2")
+    critic: Any = loop.trained()["critic"]
+    critic.before = {3: lambda: setattr(critic, "save", lambda directory: lose())}
+    with pytest.raises(RoleLostError), loop.completing_saves():
+        loop.run()
+    assert loop.checkpoints.steps() == [2]
+
+
+def test_a_run_that_loses_a_role_that_was_still_writing_goes_back_to_the_checkpoint_before(tmp_path: Path) -> None:
+    overrides = ["num_steps=6", "checkpoint.every_steps=2"]
+    loop, _ = policy_run(tmp_path, *overrides)
+    critic: Any = loop.trained()["critic"]
+    critic.slow_to_save = True
+
+    def die() -> None:
+        critic.finish_save = lambda wait: lose()
+        lose()
+
+    critic.before = {4: die}
+    with pytest.raises(RoleLostError), loop.completing_saves():
+        loop.run()
+    loop.tracker.close()
+    files = sorted(path.name for path in loop.checkpoints.directory.iterdir())
+    assert files == [".partial-000004", "step-000002"]
+    again, _ = policy_run(tmp_path, *overrides)
+    again.resume()
+    assert again.step == 2
+    assert [path.name for path in again.checkpoints.directory.iterdir()] == ["step-000002"], "the leftover is gone"

@@ -228,7 +228,7 @@ def test_a_job_runs_what_was_sent_and_has_time_to_stop(monkeypatch: pytest.Monke
     submitted(monkeypatch, client, *(f"timeouts.{phase}" for phase in phases))
     (job,) = client.submitted
     assert job["entrypoint"] == "exec python -m jobs.cli train -c rlhf_submit.yaml"
-    assert job["runtime_env"]["env_vars"] == {"RAY_JOB_STOP_WAIT_TIME_S": "31"}
+    assert job["runtime_env"]["env_vars"] == {"RAY_JOB_STOP_WAIT_TIME_S": "47"}
     client.refuses = RuntimeError("no room\nfor it")
     with pytest.raises(ClusterError, match=r"^http://head:8265 did not accept job my-run-.*: no room$"):
         submitted(monkeypatch, client)
