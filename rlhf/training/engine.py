@@ -85,13 +85,27 @@ def deepspeed_config(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             "stage": config.zero_stage,
-            # Prefetching past the end of a no-grad forward leaves parameters in flight, which a later gather rejects.
-            "stage3_prefetch_bucket_size": 0,
             "stage3_param_persistence_threshold": 0,
+            # DeepSpeed's linear layer keeps no gathered weight for its backward. A compiled layer keeps none anyway,
+            # and traced with it would lose the gradient of its attention.
+            "memory_efficient_linear": not config.compile,
             "contiguous_gradients": True,
             **offload,
         },
     }
+
+
+def _gather_by_layer(model: PackedModel) -> dict[str, int]:
+    """Makes whole decoder layers the unit in which ZeRO-3 gathers: while one computes, the next one is gathered.
+
+    Returns what DeepSpeed must know for it.
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    layers: Any = model.layers
+    for layer in layers:
+        set_z3_leaf_module(layer, True)
+    return {"stage3_prefetch_bucket_size": max(sum(p.ds_numel for p in layer.parameters()) for layer in layers)}
 
 
 def make_optimizer(parameters: list[nn.Parameter], config: LearnerConfig) -> torch.optim.Optimizer:
@@ -147,10 +161,12 @@ class Engine:
         # transformers finds this object through a weak reference and then loads shard by shard
         self._hf_config = HfDeepSpeedConfig(ds_config) if config.zero_stage == 3 else None
         model = load_model()
-        if config.gradient_checkpointing:
-            model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if config.checkpointed_layers:
+            model.checkpoint_layers(config.checkpointed_layers)
         if config.compile:
             model.compile_layers()
+        if config.zero_stage == 3:
+            ds_config["zero_optimization"] |= _gather_by_layer(model)
         optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], config)
         schedule: Any = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: lr_factor(step, config.optimizer, total_steps)

@@ -11,24 +11,33 @@ from typing import Any
 import psutil
 import pytest
 
-from actors.rollouts.supervisor import request_key
+from actors.rollouts.engine import request_key
 from benchmarks.common import PHASES, TrainRun, python_module
 from benchmarks.lengths import named_index, ragged_length
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def measured(module: str, model: Path, out: Path, *options: str, timeout_s: float = 280) -> dict[str, Any]:
-    command = python_module(f"benchmarks.{module}", "--tiny", str(model), *options, "--out", str(out))
+def measured(module: str, model: Path | None, out: Path, *options: str, timeout_s: float = 280) -> dict[str, Any]:
+    models = [str(model)] if model else []
+    command = python_module(f"benchmarks.{module}", "--tiny", *models, *options, "--out", str(out))
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stderr + done.stdout
     return json.loads(out.read_text())
 
 
 @pytest.mark.long
+def test_bench_control(tmp_path: Path) -> None:
+    rows = measured("bench_control", None, tmp_path / "control.json")["rows"]
+    assert [(row["workers"], row["groups"]) for row in rows] == [(4, 32), (16, 32)]
+    assert all(row[f"{part}_s"] > 0 for row in rows for part in ("hand_out", "schedule", "listen", "score", "publish"))
+    assert all(row["calls"] > 0 and row["replaced"] > 0 for row in rows)
+
+
+@pytest.mark.long
 def test_bench_learner(tiny_model_dir: Path, tmp_path: Path) -> None:
     variants = measured("bench_learner", tiny_model_dir, tmp_path / "learner.json")["variants"]
-    assert variants.keys() == {"default", "zero1"}
+    assert variants.keys() == {"zero3", "zero1"}
     assert all(result["tokens_per_s"] > 0 for result in variants.values())
 
 

@@ -97,9 +97,9 @@ def test_the_command_shows_who_sits_where_and_the_memory_of_each_role(
     assert "asks for 56 CPU, 16 GPU" in shown
     assert "predicted GiB of each role on one 80 GiB GPU" in shown
     for line in (
-        "GPU of learner: 30.8 GiB to train",
-        "GPU of reference: 19.2 GiB to score",
-        "gradient checkpointing on",
+        "GPU of learner: 70.8 GiB to train",
+        "GPU of reference: 19.0 GiB to score",
+        "gradient checkpointing in 10 of 28 layers",
     ):
         assert line in shown
     assert "the KV cache holds" in shown
