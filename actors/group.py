@@ -90,14 +90,15 @@ class Call(Generic[T]):
         """Waits for all to end, until the deadline or for ``timeout_s``. Returns whether all have answered."""
         ends = time.monotonic() + (self._deadline.left_s if timeout_s is None else timeout_s)
         while self._pending and not (until_failure and self.failed):
-            ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=max(0.0, ends - time.monotonic()))
+            ready = wait_for_some(list(self._pending), max(0.0, ends - time.monotonic()))
             if not ready:
                 break
-            member = self._pending.pop(ready[0])
-            try:
-                self.answers[member] = fetch(ready[0], member, self._doing)
-            except RlhfError as error:
-                self.failed[member] = error
+            for ref in ready:
+                member = self._pending.pop(ref)
+                try:
+                    self.answers[member] = fetch(ref, member, self._doing)
+                except RlhfError as error:
+                    self.failed[member] = error
         return not self._pending and not self.failed
 
     def give_up(self) -> None:
@@ -118,6 +119,15 @@ class Call(Generic[T]):
             f"{', '.join(map(str, members))}: still busy with {self._doing} after {self._deadline.seconds:g} s; raise "
             f"{self._deadline.key} if that is normal"
         )
+
+
+def wait_for_some(refs: Sequence[Any], timeout_s: float, *, linger_s: float = 0.0) -> list[Any]:
+    """The calls that have ended, after at least one has or the timeout; waits for others for ``linger_s`` more.
+
+    All together, because each question costs Ray time for each call that is still in flight.
+    """
+    ready, rest = ray.wait(list(refs), num_returns=1, timeout=timeout_s)
+    return ready + (ray.wait(rest, num_returns=len(rest), timeout=linger_s)[0] if rest and ready else [])
 
 
 def fetch(ref: Any, member: Member, doing: str, timeout_s: float = 60.0) -> Any:

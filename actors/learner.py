@@ -13,10 +13,12 @@ from actors.weights.channel import Rendezvous
 from actors.weights.object_store import StoredBucket
 from actors.weights.sender import WeightSender
 from rlhf.batch import TrainBatch
+from rlhf.checkpoint import Written
 from rlhf.config import LearnerConfig
 from rlhf.models.loading import load_policy, load_scalar
 from rlhf.models.packed import PackedModel
 from rlhf.planning.fit import plan_memory
+from rlhf.planning.memory import ALL_LAYERS
 from rlhf.planning.memory_plan import MemoryPlan
 from rlhf.training.engine import Engine, device_bytes, init_distributed, local_rank_device, resolve_dtype
 from rlhf.training.learner import PackedLearner, Part, PolicyLearner, ValueLearner
@@ -91,21 +93,22 @@ class EngineActor(RankActor):
             plan.check(self.ROLE)
             settings = plan.settings(self.ROLE)
         else:  # CPU, or a GPU and a model of unknown shape: be safe
-            checkpointing, float32 = settings.gradient_checkpointing, settings.float32_gradients
+            layers, float32 = settings.checkpointed_layers, settings.float32_gradients
             settings = replace(
                 settings,
-                gradient_checkpointing=self._on_gpu if checkpointing is None else checkpointing,
+                checkpointed_layers=(ALL_LAYERS if self._on_gpu else 0) if layers is None else layers,
+                compile=self._on_gpu if settings.compile is None else settings.compile,
                 float32_gradients=not self._on_gpu and settings.can_sum_in_float32 if float32 is None else float32,
             )
         # some nodes may not know a hub model's shape: the choice that takes less memory wins
-        frugal = settings.gradient_checkpointing, settings.offload_when_idle is True, not settings.float32_gradients
+        frugal = settings.checkpointed_layers, settings.offload_when_idle is True, not settings.float32_gradients
         choices = torch.tensor(frugal, device=device).int()
         dist.all_reduce(choices, dist.ReduceOp.MAX)
-        checkpointing, offload, low_precision = choices.bool().tolist()
+        layers, offload, low_precision = choices.tolist()
         return replace(
             settings,
-            gradient_checkpointing=checkpointing,
-            offload_when_idle=offload,
+            checkpointed_layers=layers,
+            offload_when_idle=bool(offload),
             float32_gradients=not low_precision,
         )
 
@@ -143,8 +146,12 @@ class EngineActor(RankActor):
         return metrics
 
     def save(self, directory: str) -> None:
-        """Writes a resumable checkpoint. Collective."""
+        """Begins to write a resumable checkpoint. Collective."""
         self._learner.engine.save(directory)
+
+    def finish_save(self, wait: bool) -> Written | None:
+        """What this rank has written of it; None if it is not done, for which ``wait`` waits."""
+        return self._learner.engine.finish_save(wait=wait)
 
     def load(self, directory: str) -> None:
         """Reads what ``save`` wrote. Collective."""

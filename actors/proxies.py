@@ -9,6 +9,7 @@ from torch import Tensor
 
 from actors.group import ActorGroup, Call, Deadline
 from rlhf.batch import Rollout, TrainBatch, merge_scores
+from rlhf.checkpoint import Written
 from rlhf.config import TimeoutConfig
 from rlhf.rewards.total import Scores
 
@@ -45,8 +46,15 @@ class LearnerGroup:
         )
 
     def save(self, directory: str) -> None:
-        """Every rank writes its part of a checkpoint."""
+        """Every rank begins to write its part of a checkpoint."""
         self._checkpoint("save", directory, "saving a checkpoint")
+
+    def finish_save(self, *, wait: bool) -> Call[Written | None]:
+        """What all ranks have written of it; None if one of them is not done, for which ``wait`` waits."""
+        deadline = Deadline(self._timeouts.checkpoint_s, "timeouts.checkpoint_s")
+        return self._group.call(
+            "finish_save", wait, deadline=deadline, doing="writing a checkpoint", fold=Written.together
+        )
 
     def load(self, directory: str) -> None:
         """Every rank reads its part of a checkpoint."""

@@ -41,7 +41,7 @@ class ReferenceActor(RankActor):
             model,
             token_budget=config.reference.micro_batch_tokens,
             device=device,
-            compiled=config.learner.compile,
+            compiled=config.learner.compile is not False,
             probe_key=f"{key}={path}" if config.checks.probe else None,
         )
 
@@ -81,7 +81,7 @@ class RewardModelActor(RankActor):
             token_budget=settings.micro_batch_tokens,
             device=device,
             date=self._config.data.date,
-            compiled=self._config.learner.compile,
+            compiled=self._config.learner.compile is not False,
             probe_key=f"{key}={settings.path}" if self._config.checks.probe else None,
         )
 

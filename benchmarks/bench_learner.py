@@ -1,6 +1,6 @@
 """The policy learner alone: tokens/s, MFU and peak memory of one update over ragged sequences, for several settings.
 
-python -m benchmarks.bench_learner MODEL_DIR [--sequences 512] [--variants compile ...] [--out result.json]
+python -m benchmarks.bench_learner MODEL_DIR [--sequences 512] [--ranks 2] [--variants compile ...] [--out result.json]
 python -m benchmarks.bench_learner --tiny MODEL_DIR          # seconds on a CPU; what the test runs
 """
 
@@ -27,14 +27,15 @@ from rlhf.planning.shapes import ModelShape
 from rlhf.training.engine import Engine, init_distributed, local_rank_device, resolve_dtype
 from rlhf.training.learner import PolicyLearner
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "default": {"gradient_checkpointing": True},
-    "no-checkpointing": {"gradient_checkpointing": False},
-    "zero1": {"zero_stage": 1, "gradient_checkpointing": False},
-    "compile": {"zero_stage": 1, "gradient_checkpointing": False, "compile": True},
-    "compile-float32": {"zero_stage": 1, "gradient_checkpointing": False, "compile": True, "float32_gradients": True},
-    "compile-32k": {"zero_stage": 1, "gradient_checkpointing": False, "compile": True, "micro_batch_tokens": 32768},
-    "compile-chunk4k": {"zero_stage": 1, "gradient_checkpointing": False, "compile": True, "logits_chunk_tokens": 4096},
+VARIANTS: dict[str, dict[str, Any]] = {  # ZeRO-3, compiled and without checkpointing, but for what is named
+    "zero3": {},
+    "zero3-checkpointed": {"checkpointed_layers": 10**6},
+    "zero3-eager": {"compile": False},
+    "zero1": {"zero_stage": 1},
+    "zero1-eager": {"zero_stage": 1, "compile": False},
+    "zero1-float32": {"zero_stage": 1, "float32_gradients": True},
+    "zero1-32k": {"zero_stage": 1, "micro_batch_tokens": 32768},
+    "zero1-chunk4k": {"zero_stage": 1, "logits_chunk_tokens": 4096},
 }
 GROUP = 8  # completions per prompt
 
@@ -60,14 +61,19 @@ def ragged_batch(num_sequences: int, prompt_tokens: int, median: int, longest: i
     )
 
 
-def measure(model: str, batch: TrainBatch, variant: dict[str, Any], repeats: int, longest: int) -> dict[str, float]:
-    """Seconds per update after one warm-up, and figures derived from them. Call it in a fresh process: DeepSpeed's
-    engines outlive their use, and their memory would count towards the next variant's."""
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+def measure(
+    rank: int, num_ranks: int, model: str, batch: TrainBatch, variant: dict[str, Any], repeats: int, longest: int
+) -> dict[str, float]:
+    """Seconds per update after one warm-up, and figures derived from them, of one rank. Call it in a fresh process:
+    DeepSpeed's engines outlive their use, and their memory would count towards the next variant's."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777"}
+    if os.environ.get("DS_ACCELERATOR") != "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
     device = local_rank_device()
     init_distributed(device, 600)
-    config = LearnerConfig(**{"micro_batch_tokens": 16384, **variant})
+    defaults = {"micro_batch_tokens": 16384, "num_ranks": num_ranks, "compile": device.type == "cuda"}
+    config = LearnerConfig(**{**defaults, **variant})
     dtype = resolve_dtype("auto", device)
 
     def load() -> Any:
@@ -77,14 +83,14 @@ def measure(model: str, batch: TrainBatch, variant: dict[str, Any], repeats: int
     algorithm = AlgorithmConfig(prompts_per_step=batch.num_sequences // GROUP, group_size=GROUP)
     learner = PolicyLearner(engine, algorithm, seed=0, max_completion_tokens=longest)
     started = time.perf_counter()
-    learner.update(batch, 0)
+    metrics = learner.update(batch, 0)
     first = time.perf_counter() - started
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     times = []
     for step in range(1, repeats + 1):
         started = time.perf_counter()
-        learner.update(batch, step)
+        metrics = learner.update(batch, step)
         times.append(time.perf_counter() - started)
     seconds = sorted(times)[len(times) // 2]
     num_tokens = len(batch.tokens)
@@ -94,10 +100,11 @@ def measure(model: str, batch: TrainBatch, variant: dict[str, Any], repeats: int
     peaks = device_peaks(torch.cuda.get_device_name()) if device.type == "cuda" else None
     return {
         "first_s": first,
+        "grad_norm": metrics["grad_norm"],
         "update_s": seconds,
         "tokens_per_s": num_tokens / seconds,
-        "tflops": flops / seconds / 1e12,
-        "mfu": flops / seconds / peaks.flops if peaks else math.nan,
+        "tflops": flops / num_ranks / seconds / 1e12,
+        "mfu": flops / num_ranks / seconds / peaks.flops if peaks else math.nan,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else math.nan,
     }
 
@@ -106,6 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--ranks", type=int, default=1, help="one GPU each")
     parser.add_argument("--sequences", type=int, default=512)
     parser.add_argument("--prompt", type=int, default=100)
     parser.add_argument("--median", type=int, default=330)
@@ -116,15 +124,16 @@ def main() -> None:
     args = parser.parse_args()
     if args.tiny:
         args.sequences, args.prompt, args.median, args.longest = 16, 8, 12, 24
-        args.variants, args.repeats = ["default", "zero1"], 1
+        args.variants, args.repeats = ["zero3", "zero1"], 1
     vocab = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
     batch = ragged_batch(args.sequences, args.prompt, args.median, args.longest, vocab)
     table = Table("variant", "update s", "tokens/s", "TFLOP/s", "MFU", "peak GiB", "first s")
     results = {}
     for name in args.variants:
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as child:
-            measured = child.submit(measure, args.model, batch, VARIANTS[name], args.repeats, args.longest)
-            results[name] = r = measured.result()
+        with ProcessPoolExecutor(args.ranks, mp_context=multiprocessing.get_context("spawn")) as ranks:
+            task = args.ranks, args.model, batch, VARIANTS[name], args.repeats, args.longest
+            measured = [ranks.submit(measure, rank, *task) for rank in range(args.ranks)]
+            results[name] = r = measured[0].result()
         table.add_row(
             name,
             f"{r['update_s']:.2f}",
@@ -137,7 +146,9 @@ def main() -> None:
         print(name, r, flush=True)
     Console().print(table)
     if args.out:
-        args.out.write_text(json.dumps({"tokens": len(batch.tokens), "variants": results}, indent=1))
+        args.out.write_text(
+            json.dumps({"tokens": len(batch.tokens), "ranks": args.ranks, "variants": results}, indent=1)
+        )
 
 
 if __name__ == "__main__":

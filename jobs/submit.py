@@ -209,8 +209,9 @@ def auth_headers() -> dict[str, str]:
 def send(client: Client, job_id: str, package: Path, config: Config) -> None:
     """Uploads the package and starts the job. Raises ClusterError if the cluster refuses it."""
     waits = config.timeouts
-    stop_s = waits.generate_s + waits.score_s + waits.update_s + waits.publish_s + waits.checkpoint_s
-    # by default `ray job stop` sends SIGTERM and kills 3 s later: a step and its checkpoint take longer
+    stop_s = waits.generate_s + waits.score_s + waits.update_s + waits.publish_s + 2 * waits.checkpoint_s
+    # by default `ray job stop` sends SIGTERM and kills 3 s later: a step takes longer, and so do the
+    # checkpoint that is being written and its own
     runtime_env = {"working_dir": str(package), "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(int(stop_s))}}
     entrypoint = f"exec python -m jobs.cli train -c {CONFIG_NAME}"  # exec: no shell in between that signals would end
     try:

@@ -71,7 +71,7 @@ def attempt(
         driver = make_driver(
             config, cluster, prompts=prompts, eval_prompts=eval_prompts, tracker=tracker, checkpoints=checkpoints
         )
-        with stops_at_step_end(driver):
+        with stops_at_step_end(driver), driver.completing_saves():
             driver.run()
         final_model = save_final(driver, config.num_steps, driver.roles.learner, tokenizer)
         if final_model and driver.roles.critic:

@@ -71,7 +71,7 @@ def attempt(
             tracker=tracker,
             checkpoints=checkpoints,
         )
-        with stops_at_step_end(loop):
+        with stops_at_step_end(loop), loop.completing_saves():
             loop.run()
         final_model = save_final(loop, num_steps, loop.learner, tokenizer)
         memory = cluster.peak_memory_gib()

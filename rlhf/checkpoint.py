@@ -2,15 +2,17 @@
 
 A checkpoint holds everything a run needs to resume: learner, critic, and the driver's own state (step, data position,
 counters, controllers); and a description of the run, which ``rlhf.resume`` compares. It is written under a temporary
-name and renamed when complete; only then are older ones deleted.
+name and renamed when complete; only then are older ones deleted, and not before they have lost their names.
 """
 
 import json
+import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,23 @@ from rlhf.errors import CheckpointError
 
 _NAME = re.compile(r"step-(\d{6,})")
 _STATE = "driver.json"
+
+
+@dataclass(frozen=True)
+class Written:
+    """What it took to write a checkpoint's files, or some of them."""
+
+    seconds: float
+    num_bytes: int
+
+    @staticmethod
+    def together(parts: "Iterable[Written | None]") -> "Written | None":
+        """Parts that are written at the same time; None if one of them (None) is not written yet."""
+        parts = list(parts)
+        written = [part for part in parts if part is not None]
+        if len(written) < len(parts):
+            return None
+        return Written(max(part.seconds for part in written), sum(part.num_bytes for part in written))
 
 
 class CheckpointStore:
@@ -46,19 +65,35 @@ class CheckpointStore:
 
     @contextmanager
     def writing(self, step: int, state: dict[str, Any]) -> Iterator[Path]:
-        """Yields a directory for the roles' parts; then adds ``state`` and puts everything in place at once."""
+        """Yields a directory with ``state`` for the roles' parts; then puts everything in place at once.
+
+        Training may go on in between: what changes in ``state`` is not written.
+        """
+        self.sweep()
         partial = self.directory / f".partial-{step:06d}"
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
+        with (partial / _STATE).open("w") as file:
+            json.dump({**state, **self.run, "written_s": time.time()}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
         yield partial
-        (partial / _STATE).write_text(json.dumps({**state, **self.run, "written_s": time.time()}, indent=1))
-        final = self.path(step)
+        sync_directory(partial)
+        final, removed = self.path(step), self.directory / ".removed"
+        shutil.rmtree(removed, ignore_errors=True)  # what a crash left there
+        removed.mkdir()
         if final.exists():  # the same step again, after a resume from an older one
-            shutil.rmtree(final)
+            final.rename(removed / final.name)
         partial.rename(final)
+        sync_directory(self.directory)
         self.current = final
-        for old in self.steps()[: -self.keep]:
-            shutil.rmtree(self.path(old))
+        for old in self.steps()[: -self.keep]:  # moved first: what a crash leaves of a deletion would look complete
+            self.path(old).rename(removed / self.path(old).name)
+        shutil.rmtree(removed)
+
+    def sweep(self) -> None:
+        """Deletes what a run that died was still writing."""
+        for partial in self.directory.glob(".partial-*"):
+            shutil.rmtree(partial)
 
     def find(self, resume: str) -> Path | None:
         """The checkpoint that ``checkpoint.resume`` asks for: auto, none, or a directory. Raises CheckpointError."""
@@ -88,3 +123,12 @@ def read_state(path: Path) -> dict[str, Any]:
         return json.loads((path / _STATE).read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path / _STATE}: cannot be read ({error}); remove that checkpoint") from error
+
+
+def sync_directory(path: Path) -> None:
+    """Makes the names in a directory outlast a crash of the machine, as fsync does a file's contents."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

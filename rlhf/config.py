@@ -257,12 +257,13 @@ class LearnerConfig(Section, key="learner"):
     num_ranks: PositiveInt = 1
     zero_stage: Annotated[int, Bounds(min=0, max=3, interval=True, hint="use 0, 1, 2 or 3")] = 3
     offload_optimizer: bool = False
-    # null: the memory plan (`rlhf plan`) decides by the GPU memory left; off on CPU
-    gradient_checkpointing: bool | None = None
+    # gradient checkpointing: how many decoder layers compute their activations again instead of keeping them; null: as
+    # few as the memory plan (`rlhf plan`) has room for, 0 on CPU
+    checkpointed_layers: NonNegativeInt | None = None
     # keep optimiser state in host memory while vLLM generates; null: if they share a GPU that cannot hold both
     offload_when_idle: bool | None = None
-    # torch.compile the decoder layers, on a GPU also those of reference and reward model; needs zero_stage < 3
-    compile: bool = False
+    # torch.compile the decoder layers, on a GPU also those of reference and reward model; null: on a GPU
+    compile: bool | None = None
     # accumulate gradients of micro-batches in float32, even of a bfloat16 model; null: if the memory plan has room,
     # and on CPU. DeepSpeed cannot at zero_stage 0, or at 1 and 2 with offload_optimizer
     float32_gradients: bool | None = None
@@ -273,11 +274,6 @@ class LearnerConfig(Section, key="learner"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            not self.compile or self.zero_stage < 3,
-            f"{self.KEY}.compile=true does not work with {self.KEY}.zero_stage=3, which gathers weights within "
-            "each layer; use zero_stage 0, 1 or 2, or compile=false",
-        )
         require(
             not self.offload_optimizer or self.zero_stage > 0,
             f"{self.KEY}.offload_optimizer needs {self.KEY}.zero_stage 1, 2 or 3",
@@ -445,20 +441,13 @@ class RolloutConfig(Section, key="rollout"):
                 f"{kind_key(name)}.resources contains {' and '.join(own)}, which cpus_per_worker and "
                 "tensor_parallel_size set; remove it",
             )
-        self.kinds()
 
     def kinds(self) -> "dict[str, tuple[RolloutConfig, dict[str, float]]]":
-        """Every worker kind: its full settings, and the Ray resources it needs in addition to CPUs and GPUs.
-
-        Raises ConfigError if the settings of an extra kind are invalid.
-        """
+        """Every worker kind: its full settings, and the Ray resources it needs in addition to CPUs and GPUs."""
         kinds: dict[str, tuple[RolloutConfig, dict[str, float]]] = {DEFAULT_KIND: (self, {})}
         for name, kind in self.extra_kinds.items():
             own = {k: v for k, v in vars(kind).items() if k != "resources" and v is not None}
-            try:
-                kinds[name] = (replace(self, extra_kinds={}, autoscale=None, **own), kind.resources)
-            except ConfigError as error:
-                raise ConfigError(str(error).replace("rollout.", f"{kind_key(name)}.")) from None
+            kinds[name] = (replace(self, extra_kinds={}, autoscale=None, **own), kind.resources)
         return kinds
 
 

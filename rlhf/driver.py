@@ -53,10 +53,8 @@ class Driver(Run[Config]):
             self.record(sampled, batch, metrics)
             if self.is_due(self.config.eval_every_steps) or self.step == self.config.num_steps:
                 self.evaluate()
-            if self.is_due(self.config.checkpoint.every_steps):
-                self.save()
-        if not self.checkpoints.holds(self.step):
-            self.save()
+            self.save_if_due()
+        self.save_at_end()
 
     def rewards(self, sampled: Batch) -> Tensor:
         """float32 [S], NaN where none was given. Raises RewardError if ``reward.max_abstained`` is exceeded."""

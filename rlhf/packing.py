@@ -5,6 +5,7 @@ the token budget, and micro-batches that run at the same time cost about the sam
 group share their prompt: it is computed once in each micro-batch that holds any of them.
 """
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -122,15 +123,22 @@ def plan_micro_batches(
 def _fill(tokens: Sequence[int], costs: Sequence[float], num_bins: int, token_budget: int) -> list[list[int]] | None:
     """Longest first into the cheapest bin that has room (LPT); None if a unit fits no bin."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    filled, spent = [0] * num_bins, [0.0] * num_bins
+    room = [token_budget] * num_bins
+    cheapest = [(0.0, b) for b in range(num_bins)]  # a heap of (cost, bin)
+    waiting: list[tuple[int, float, int]] = []  # bins without room for a unit this long: a heap of (-room, cost, bin)
     for unit in sorted(range(len(tokens)), key=lambda u: (-tokens[u], u)):
-        roomy = [b for b in range(num_bins) if filled[b] + tokens[unit] <= token_budget]
-        if not roomy:
+        while waiting and -waiting[0][0] >= tokens[unit]:
+            _, spent, bin = heapq.heappop(waiting)
+            heapq.heappush(cheapest, (spent, bin))
+        while cheapest and room[cheapest[0][1]] < tokens[unit]:
+            spent, bin = heapq.heappop(cheapest)
+            heapq.heappush(waiting, (-room[bin], spent, bin))
+        if not cheapest:
             return None
-        best = min(roomy, key=lambda b: (spent[b], b))
-        bins[best].append(unit)
-        filled[best] += tokens[unit]
-        spent[best] += costs[unit]
+        spent, bin = cheapest[0]
+        bins[bin].append(unit)
+        room[bin] -= tokens[unit]
+        heapq.heapreplace(cheapest, (spent + costs[unit], bin))
     return bins
 
 

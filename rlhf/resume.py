@@ -51,7 +51,7 @@ RULES = (
         """
         placement.* ray.* timeouts.* model.trust_remote_code
         learner.micro_batch_tokens learner.logits_chunk_tokens learner.cpus_per_rank learner.compile
-        learner.gradient_checkpointing learner.offload_when_idle learner.float32_gradients
+        learner.checkpointed_layers learner.offload_when_idle learner.float32_gradients
         reference.num_ranks reference.micro_batch_tokens reference.cpus_per_rank
         reward.num_workers reward.function_timeout_s
         reward.model.num_ranks reward.model.micro_batch_tokens reward.model.cpus_per_rank

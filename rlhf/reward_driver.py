@@ -44,10 +44,8 @@ class RewardTraining(Run[RewardTrainingConfig]):
             self.tracker.log_step(self.step, metrics, num_tokens=sum(pair.num_tokens for pair in pairs))
             if self.is_due(self.config.eval_every_steps) or self.step == num_steps:
                 self.evaluate()
-            if self.is_due(self.config.checkpoint.every_steps):
-                self.save()
-        if not self.checkpoints.holds(self.step):
-            self.save()
+            self.save_if_due()
+        self.save_at_end()
 
     def batches(self) -> list[list[Pair]]:
         """The pairs of every step, over all epochs."""

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from rlhf.batch import Prompt, Rollout, TrainBatch
+from rlhf.checkpoint import Written
 from rlhf.rewards.total import Scores
 
 T_co = TypeVar("T_co", covariant=True)
@@ -50,7 +51,17 @@ class Trained(Protocol):
         ...
 
     def save(self, directory: str) -> None:
-        """Writes a resumable checkpoint: weights, optimiser, scheduler, RNG."""
+        """Begins to write a resumable checkpoint: weights, optimiser, scheduler, RNG as they are now.
+
+        If the one before is still being written, waits for that.
+        """
+        ...
+
+    def finish_save(self, *, wait: bool) -> Pending[Written | None]:
+        """What was written of the last ``save``, when all of it is; None if it is not yet and ``wait`` is false.
+
+        Raises CheckpointError if it could not be written.
+        """
         ...
 
     def load(self, directory: str) -> None:

@@ -1,12 +1,14 @@
 """What every training run shares, whatever it trains: steps, evaluations, and checkpoints to resume from."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from rlhf.checkpoint import CheckpointStore, read_state
+from rlhf.checkpoint import CheckpointStore, Written, read_state
 from rlhf.checks.nonfinite import SkippedSteps
 from rlhf.config import Config
+from rlhf.errors import DeadlineError, RlhfError
 from rlhf.reward_config import RewardTrainingConfig
 from rlhf.roles import Metrics, Trained
 from rlhf.tracking import Tracker
@@ -34,6 +36,7 @@ class Run(Generic[C]):
     stop_requested: bool = False
     evaluations: dict[int, Metrics] = field(default_factory=dict)  # by the step they followed
     skipped: SkippedSteps = field(init=False)
+    _saving: ExitStack | None = field(default=None, init=False)  # puts the checkpoint that is being written in place
 
     def __post_init__(self) -> None:
         self.skipped = SkippedSteps(self.config.checks)
@@ -59,14 +62,59 @@ class Run(Generic[C]):
         self.evaluations[self.step] = metrics
         self.tracker.log_eval(self.step, metrics)
 
+    def save_if_due(self) -> None:
+        """After each step: begins a checkpoint if it is time for one, and completes the one that has been written."""
+        if self.is_due(self.config.checkpoint.every_steps):
+            self.save()
+        self.complete_save(wait=False)
+
+    def save_at_end(self) -> None:
+        """Leaves a complete checkpoint of the last step."""
+        self.complete_save(wait=True)
+        if not self.checkpoints.holds(self.step):
+            self.save()
+            self.complete_save(wait=True)
+
     def save(self) -> None:
-        """Writes one checkpoint of everything, complete or not at all."""
-        with self.tracker.phase("checkpoint"), self.checkpoints.writing(self.step, self.state_dict()) as directory:
+        """Begins a checkpoint of everything as it is now, which is written while training goes on."""
+        self.complete_save(wait=True)
+        with self.tracker.phase("checkpoint"):
+            saving = ExitStack()
+            directory = saving.enter_context(self.checkpoints.writing(self.step, self.state_dict()))
             for name, model in self.trained().items():
                 model.save(str(directory / name))
+            self._saving = saving
+
+    def complete_save(self, *, wait: bool) -> None:
+        """Puts the checkpoint that is being written in its place, if all models have written it; ``wait``: waits."""
+        if self._saving is None:
+            return
+        with self.tracker.phase("checkpoint"):
+            answers = [model.finish_save(wait=wait) for model in self.trained().values()]
+            written = Written.together([answer.result() for answer in answers])
+            if written is None:
+                return
+            self._saving.close()
+        self._saving = None
+        self.tracker.log_with_next_step(
+            {"checkpoint/write_s": written.seconds, "checkpoint/bytes": float(written.num_bytes)}
+        )
+
+    @contextmanager
+    def completing_saves(self) -> Iterator[None]:
+        """If its body fails, the checkpoint that is being written still counts; unless a role hangs, or on Ctrl-C."""
+        try:
+            yield
+        except DeadlineError:
+            raise
+        except Exception:
+            with suppress(RlhfError):  # the models may be what was lost
+                self.complete_save(wait=True)
+            raise
 
     def resume(self) -> None:
         """Resumes from the checkpoint that ``checkpoint.resume`` names, if there is one."""
+        self.checkpoints.sweep()
         if (directory := self.checkpoints.find(self.config.checkpoint.resume)) is None:
             return
         self.load_state_dict(read_state(directory))

@@ -186,6 +186,8 @@ class GroupStream:
         return bool(zero_variance_groups(rewards, self._algorithm.group_size).all())
 
     def _choose(self, step: int) -> set[int] | None:
+        if len(self._ready) < self._algorithm.prompts_per_step:
+            return None  # told apart first: it is asked after every group
         return choose_batch(
             [group.admitted.last_step for group in self._ready],
             [admitted.last_step for admitted in self._sampling.values()],

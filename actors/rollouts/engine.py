@@ -42,6 +42,16 @@ class Request:
     logprobs: bool = False  # for this completion, even if the run asks for none
 
 
+def request_key(group_id: int, sample: int) -> str:
+    """A sample's name on its worker, which never gets the same sample twice."""
+    return f"{group_id}.{sample}"
+
+
+def group_of(key: str) -> str:
+    """What the samples of a group, and no others, have in common in their names."""
+    return key.partition(".")[0]
+
+
 def request_seed(run_seed: int, request: Request) -> int:
     """The completion's own seed, 63 bits: the same whichever worker samples it, however often."""
     text = f"{run_seed}/{request.prompt_id}/{request.sample_index}/{request.greedy}"

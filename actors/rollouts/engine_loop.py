@@ -10,6 +10,7 @@ import functools
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from actors.rollouts.engine import Completion, Engine, MakeEngine, Output, Request, WorkerSpec
+from actors.rollouts.engine import Completion, Engine, MakeEngine, Output, Request, WorkerSpec, group_of
 
 IDLE_WAIT_S = 0.1  # how long an idle loop waits for a call before it starts another round
 COUNT_EVERY_S = 1.0  # how often the loop counts the tokens of unfinished completions
@@ -62,17 +63,23 @@ class EngineLoop(threading.Thread):
         self._calls: queue.Queue[tuple[Callable[[], Any], Future[Any]]] = queue.Queue()
         self._held: list[Request] = []  # arrived during a pause
         self._older_tokens: dict[str, list[tuple[int, int]]] = {}  # of unfinished completions; see ``stamp``
+        self._unfinished: defaultdict[str, set[str]] = defaultdict(set)  # keys by group
         self._finished: queue.Queue[Completion] = queue.Queue()
+        self._worth_reporting = threading.Event()  # a whole group has finished, or the loop has ended
         self._finished_tokens = self._generated_tokens = 0
         self._counted_s = self._round_started_s = time.monotonic()
 
     # For other threads
 
     def collect(self, wait_s: float) -> Report:
-        """Waits up to ``wait_s`` for a completion, then takes all that have finished. Raises what ended the loop."""
+        """Waits up to ``wait_s`` for a whole group, then takes all completions that have finished.
+
+        Raises what ended the loop. A report for each completion would cost the driver of many workers too much.
+        """
+        self._worth_reporting.wait(wait_s)
+        self._worth_reporting.clear()
         finished: list[Completion] = []
         with contextlib.suppress(queue.Empty):
-            finished.append(self._finished.get(timeout=wait_s))
             while True:
                 finished.append(self._finished.get_nowait())
         if self._failure is not None:
@@ -83,6 +90,7 @@ class EngineLoop(threading.Thread):
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests; during a pause they are held back. A version must have been committed."""
         for request in requests:
+            self._unfinished[group_of(request.key)].add(request.key)
             self._add(request)
 
     @between_steps
@@ -91,6 +99,7 @@ class EngineLoop(threading.Thread):
         self._held = [request for request in self._held if request.key not in keys]
         for key in keys:
             self._older_tokens.pop(key, None)
+            self._leaves_group(key)
         self._engine.abort(keys)
 
     @between_steps
@@ -144,6 +153,7 @@ class EngineLoop(threading.Thread):
                     self._emit(self._engine.step())
         except BaseException as error:
             self._failure = error
+            self._worth_reporting.set()
             raise
 
     def _can_step(self) -> bool:
@@ -176,6 +186,17 @@ class EngineLoop(threading.Thread):
             versions = stamp(len(output.token_ids), self._older_tokens.pop(output.key, []), self.version)
             self._finished_tokens += len(output.token_ids)
             self._finished.put(Completion(**vars(output), versions=versions))
+            if self._leaves_group(output.key):
+                self._worth_reporting.set()
+
+    def _leaves_group(self, key: str) -> bool:
+        """Whether it was the last of its group's requests here."""
+        group = group_of(key)
+        self._unfinished[group].discard(key)
+        if self._unfinished[group]:
+            return False
+        del self._unfinished[group]
+        return True
 
     def _count_tokens(self) -> None:
         if self._round_started_s - self._counted_s > COUNT_EVERY_S:

@@ -12,21 +12,22 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
-
 from actors.control import RunControl
-from actors.group import Deadline, Member
+from actors.group import Deadline, Member, wait_for_some
 from actors.rollouts.autoscale import Autoscaler, LoadMeter
-from actors.rollouts.engine import Completion, Request
+from actors.rollouts.engine import Completion, Request, request_key
 from actors.rollouts.factory import WorkerFactory
 from actors.rollouts.scheduler import State, Worker
-from actors.rollouts.supervisor import Supervisor, request_key
+from actors.rollouts.supervisor import Supervisor
 from actors.weights.publish import Transport, publish
 from rlhf.batch import Prompt, Rollout
 from rlhf.config import DEFAULT_KIND, Config
 from rlhf.errors import DeadlineError, UnwrittenWeightsError
 
 LISTEN_S = 0.2  # the longest that the listening thread waits for a worker to answer
+# Asking Ray about a call, and looking at a worker, cost some microseconds each: a large pool does so less often.
+LINGER_S = 1e-4  # for each call in flight: how long more answers may take to be heard together with the first
+LOOK_S = 5e-4  # for each worker: the time between two looks at all of them
 
 
 @dataclass
@@ -75,6 +76,7 @@ class RolloutPool:
         self._load = LoadMeter(on_policy=config.rollout.max_staleness == 0)
         self._autoscaler = Autoscaler(config.rollout.autoscale) if config.rollout.autoscale else None
         self._driver_waits = False
+        self._looked_s = 0.0
         self._failure: BaseException | None = None
         self._lock = threading.Condition()
         self._closing = threading.Event()
@@ -265,12 +267,17 @@ class RolloutPool:
             while not self._closing.is_set():
                 with self._lock:
                     refs = self._supervisor.refs()
-                ready = _ended(list(refs))
+                if not refs:
+                    time.sleep(LISTEN_S)
+                ready = wait_for_some(list(refs), LISTEN_S, linger_s=len(refs) * LINGER_S) if refs else []
                 with self._lock:
                     for ref in ready:
                         for accepted in self._supervisor.hear(refs[ref], ref):
                             self._take(*accepted)
-                    self._look_around()
+                    if time.monotonic() - self._looked_s >= LOOK_S * len(self._scheduler.workers):
+                        self._look_around()
+                    elif self._scheduler.queue:
+                        self._dispatch()
         except BaseException as error:
             with self._lock:
                 self._failure = error
@@ -278,6 +285,7 @@ class RolloutPool:
 
     def _look_around(self) -> None:
         """Keeps the pool at its size, hands out work, and takes requests to scale."""
+        self._looked_s = time.monotonic()
         self._load.looked(self._supervisor.count_time, driver_waits=self._driver_waits)
         for kind, count in self._control.poll(self._supervisor.status, dict(self._supervisor.targets)).items():
             self.scale(kind, count, "requested by rlhf scale")
@@ -296,12 +304,3 @@ class RolloutPool:
         states = [str(worker.state) for worker in self._scheduler.workers.values() if worker.state is not State.DEAD]
         counts = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states)) or "none"
         return f"workers: {counts}; {len(self._scheduler.queue)} group(s) queued, {len(self._groups)} unfinished"
-
-
-def _ended(refs: list[ray.ObjectRef]) -> list[ray.ObjectRef]:
-    """The calls that have ended; waits briefly for one."""
-    if not refs:
-        time.sleep(LISTEN_S)
-        return []
-    ready, rest = ray.wait(refs, num_returns=1, timeout=LISTEN_S)
-    return ready + (ray.wait(rest, num_returns=len(rest), timeout=0)[0] if rest and ready else [])

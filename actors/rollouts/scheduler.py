@@ -9,9 +9,12 @@ takes new groups, and a live worker has the pool's weight version. A draining on
 publish.
 """
 
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+import numpy as np
 
 PACE_MEMORY = 0.7  # weight of the past in a worker's measured pace
 SLOW_FACTOR = 4.0  # an idle worker takes over from one that is slower than it by this factor
@@ -48,6 +51,8 @@ class Worker:
     version: int = -1  # of its weights; -1: none yet
     pace: float | None = None  # tokens per second per running sample, measured while it had work
     groups: set[int] = field(default_factory=set)
+    samples: int = 0  # of its groups, that have not come back
+    prompt_tokens: int = 0  # of its groups
 
 
 @dataclass
@@ -185,9 +190,9 @@ class Scheduler:
         for group_id in sorted(worker.groups, reverse=True):
             group = self.groups[group_id]
             group.holders.discard(worker_id)
+            self._release(worker, group)
             if not group.holders:
                 self.queue.appendleft(group_id)
-        worker.groups.clear()
 
     # Groups
 
@@ -202,24 +207,23 @@ class Scheduler:
     def dispatch(self) -> list[Assignment]:
         """Hands out queued groups in order, each to the live worker with room that would finish it soonest."""
         assignments: list[Assignment] = []
-        if not self.queue:
+        live = self.in_state(State.LIVE) if self.queue else []
+        if not any(self._has_room(w, self.groups[self.queue[0]]) for w in live):
             return assignments
-        live = self.in_state(State.LIVE)
-        pace = {w.id: self._expected_pace(w) for w in live}
-        samples = {w.id: self.outstanding_samples(w) for w in live}  # summed once: there may be thousands of groups
-        tokens = {w.id: self.outstanding_tokens(w) for w in live}
+        # arrays, because there may be a thousand workers for each of tens of thousands of groups
+        pace = np.array(self._expected_paces(live))
+        tokens = np.array([self.outstanding_tokens(w) for w in live])
+        room = np.array([w.capacity - w.samples if w.groups else np.inf for w in live])
         while self.queue:
             group = self.groups[self.queue[0]]
-            roomy = [w for w in live if self._has_room(w, samples[w.id], group)]
-            if not roomy:
+            finish = np.where(room >= len(group.missing), (tokens + self._cost(group)) / pace, np.inf)
+            best = int(finish.argmin())  # the first of those that are equal
+            if finish[best] == np.inf:
                 break
             self.queue.popleft()
-            cost = self._cost(group)
-            finish_s = {w.id: (tokens[w.id] + cost) / pace[w.id] for w in roomy}  # up to a common factor
-            worker = min(roomy, key=lambda w: (finish_s[w.id], w.id))
-            samples[worker.id] += len(group.missing)
-            tokens[worker.id] += cost
+            worker = live[best]
             assignments.append(self._assign(worker, group))
+            tokens[best], room[best] = self.outstanding_tokens(worker), worker.capacity - worker.samples
         return assignments
 
     def take_over(self) -> list[Assignment]:
@@ -231,14 +235,16 @@ class Scheduler:
         assignments: list[Assignment] = []
         if self.queue:
             return assignments
-        for idle in self.in_state(State.LIVE):
-            if idle.groups or idle.pace is None:
-                continue
-            slow = [w for w in self.serving() if w.groups and w.pace is not None and w.pace * SLOW_FACTOR < idle.pace]
-            held = [self.groups[i] for w in slow for i in w.groups if len(self.groups[i].holders) == 1]
-            for group in sorted(held, key=lambda group: group.id):
-                if self._has_room(idle, self.outstanding_samples(idle), group):
-                    assignments.append(self._assign(idle, group))
+        idle = [(w.pace, w) for w in self.in_state(State.LIVE) if not w.groups and w.pace is not None]
+        fastest = max((pace for pace, _ in idle), default=0.0)
+        slow = [(w.pace, w) for w in self.serving() if w.groups and w.pace is not None]
+        held = [(i, pace) for pace, w in slow if pace * SLOW_FACTOR < fastest for i in w.groups]
+        alone = sorted((i, pace) for i, pace in held if len(self.groups[i].holders) == 1)
+        for pace, worker in idle if alone else []:
+            for group_id, slow_pace in alone:
+                group = self.groups[group_id]
+                if len(group.holders) == 1 and slow_pace * SLOW_FACTOR < pace and self._has_room(worker, group):
+                    assignments.append(self._assign(worker, group))
         return assignments
 
     def sample_done(self, group_id: int, sample: int, num_tokens: int) -> bool:
@@ -247,6 +253,8 @@ class Scheduler:
         if group is None or sample not in group.missing:
             return False
         group.missing.remove(sample)
+        for worker_id in group.holders:
+            self.workers[worker_id].samples -= 1
         group.losses = 0
         self.completion_tokens = LENGTH_MEMORY * self.completion_tokens + (1 - LENGTH_MEMORY) * num_tokens
         if not group.missing:
@@ -257,7 +265,7 @@ class Scheduler:
         """Ends a group, even a queued one: its last sample may come from a worker presumed lost."""
         group = self.groups.pop(group_id)
         for worker_id in group.holders:
-            self.workers[worker_id].groups.discard(group_id)
+            self._release(self.workers[worker_id], group)
         if not group.holders:
             self.queue.remove(group_id)
 
@@ -271,28 +279,38 @@ class Scheduler:
 
     def outstanding_tokens(self, worker: Worker) -> float:
         """How much a worker is expected to have left to do."""
-        return sum(self._cost(self.groups[i]) for i in worker.groups)
-
-    def outstanding_samples(self, worker: Worker) -> int:
-        """Samples that a worker still has to return."""
-        return sum(len(self.groups[i].missing) for i in worker.groups)
+        return worker.prompt_tokens + worker.samples * self.completion_tokens
 
     def _cost(self, group: Group) -> float:
         """Tokens: the prompt once, since its cache is shared, and the completions."""
         return group.prompt_tokens + len(group.missing) * self.completion_tokens
 
-    def _has_room(self, worker: Worker, samples: int, group: Group) -> bool:
-        """Whether a group fits in addition to the ``samples`` that the worker holds; an empty worker takes any."""
-        return not worker.groups or samples + len(group.missing) <= worker.capacity
+    def _has_room(self, worker: Worker, group: Group) -> bool:
+        """Whether a group fits in addition to what the worker holds; an empty worker takes any."""
+        return not worker.groups or worker.samples + len(group.missing) <= worker.capacity
 
-    def _expected_pace(self, worker: Worker) -> float:
-        """Measured; else the mean of its kind, else of all, else 1."""
-        known = [w for w in self.workers.values() if w.pace is not None]
-        like = [worker] if worker.pace is not None else [w for w in known if w.kind == worker.kind] or known
-        return max(sum(w.pace or 0.0 for w in like) / len(like), 1e-6) if like else 1.0
+    def _expected_paces(self, workers: Sequence[Worker]) -> list[float]:
+        """Each worker's: measured; else the mean of its kind, else of all, else 1."""
+        by_kind: defaultdict[str, list[float]] = defaultdict(list)
+        for worker in self.workers.values():
+            if worker.pace is not None:
+                by_kind[worker.kind].append(worker.pace)
+        of_kind = {kind: sum(paces) / len(paces) for kind, paces in by_kind.items()}
+        known = [pace for paces in by_kind.values() for pace in paces]
+        of_all = sum(known) / len(known) if known else 1.0
+        return [max(of_kind.get(w.kind, of_all) if w.pace is None else w.pace, 1e-6) for w in workers]
 
     def _assign(self, worker: Worker, group: Group) -> Assignment:
         assert worker.state is State.LIVE and worker.version == self.version
         worker.groups.add(group.id)
+        worker.samples += len(group.missing)
+        worker.prompt_tokens += group.prompt_tokens
         group.holders.add(worker.id)
         return Assignment(worker.id, group.id, tuple(sorted(group.missing)))
+
+    @staticmethod
+    def _release(worker: Worker, group: Group) -> None:
+        """The worker no longer holds the group."""
+        worker.groups.discard(group.id)
+        worker.samples -= len(group.missing)
+        worker.prompt_tokens -= group.prompt_tokens

@@ -8,23 +8,19 @@ from typing import Any
 import ray
 
 from actors.group import ActorGroup, Deadline, Member, fetch
-from actors.rollouts.engine import Completion, Request
+from actors.rollouts.engine import Completion, Request, request_key
 from actors.rollouts.engine_loop import Report
 from actors.rollouts.factory import WorkerFactory
 from actors.rollouts.scheduler import Group, Scheduler, State, Worker
 from rlhf.config import Config
 from rlhf.errors import ActorError, DeadlineError, RlhfError
 
-COLLECT_WAIT_S = 1.0  # how long a collect call waits for a completion
+COLLECT_WAIT_S = 1.0  # how long a collect call waits for a whole group; longer in large pools:
+MAX_REPORTS_PER_S = 50  # of workers that have nothing to report
 MAX_BACKOFF_S = 60.0  # between attempts to start a worker
 PACE_OVER_S = 2.0  # a worker's pace is measured over at least this long
 
 Accepted = tuple[int, int, Completion]  # (group id, sample index, what was sampled)
-
-
-def request_key(group_id: int, sample: int) -> str:
-    """A sample's name on its worker, which never gets the same sample twice."""
-    return f"{group_id}.{sample}"
 
 
 @dataclass
@@ -57,6 +53,7 @@ class Supervisor:
         self.targets = {kind: settings.num_workers for kind, (settings, _) in config.rollout.kinds().items()}
         self.num_replaced = 0
         self._processes: dict[int, Process] = {}
+        self._in_flight: dict[ray.ObjectRef, int] = {}  # every call, and the worker it went to
         self._start_failures, self._backoff_until = 0, 0.0
 
     # Coming and going
@@ -96,8 +93,10 @@ class Supervisor:
             if not asleep and time.monotonic() >= self._backoff_until:
                 for _ in range(target - len(active)):
                     self._spawn(kind)
+            if len(active) <= target:
+                continue
             by_use = sorted(active, key=lambda w: (order[w.state], self.scheduler.outstanding_tokens(w), -w.id))
-            for worker in by_use[: max(0, len(active) - target)]:
+            for worker in by_use[: len(active) - target]:
                 self.scheduler.drain(worker.id)
                 if worker.state is State.DEAD:
                     self._end(worker.id)
@@ -146,10 +145,12 @@ class Supervisor:
         launch = self._factory.launch(worker.id, kind)
         member = Member(launch.handle, "rollout", worker.id, "?")
         self._processes[worker.id] = Process(member, launch.started, time.monotonic())
+        self._in_flight[launch.started] = worker.id
 
     def _end(self, worker_id: int) -> None:
         self._factory.end(worker_id)
-        del self._processes[worker_id]
+        for ref in self._processes.pop(worker_id).refs():
+            self._in_flight.pop(ref, None)
 
     def _replace_silent(self) -> None:
         """Replaces workers that have not answered for too long, as if they had died."""
@@ -181,25 +182,32 @@ class Supervisor:
         """Submits requests, by worker id, without waiting. A worker gets all of its requests in one call; otherwise its
         first groups would be half done when the last ones arrive."""
         for worker_id, batch in requests.items():
-            process = self._processes[worker_id]
-            process.pending.add(process.member.handle.submit.remote(batch))
+            handle = self._processes[worker_id].member.handle
+            self._expect(worker_id, handle.submit.remote(batch))
+
+    def _expect(self, worker_id: int, ref: ray.ObjectRef) -> None:
+        """A call that only has to succeed."""
+        self._processes[worker_id].pending.add(ref)
+        self._in_flight[ref] = worker_id
 
     def _abort_rest(self, group: Group) -> None:
         """If two workers held a finished group, drops what the slower one is still sampling."""
         if len(group.holders) > 1:
             keys = [request_key(group.id, sample) for sample in range(group.num_samples)]
-            for process in [self._processes[worker_id] for worker_id in group.holders]:
-                process.pending.add(process.member.handle.abort.remote(keys))
+            for worker_id in group.holders:
+                handle = self._processes[worker_id].member.handle
+                self._expect(worker_id, handle.abort.remote(keys))
 
     # Listening
 
     def refs(self) -> dict[ray.ObjectRef, int]:
         """Every call in flight and the worker it went to."""
-        return {ref: worker_id for worker_id, process in self._processes.items() for ref in process.refs()}
+        return dict(self._in_flight)
 
     def hear(self, worker_id: int, ref: ray.ObjectRef) -> list[Accepted]:
         """Handles a call that has ended; returns the completions it brought that are still wanted."""
         process = self._processes.get(worker_id)
+        self._in_flight.pop(ref, None)
         if process is None:  # the worker has ended meanwhile
             return []
         try:
@@ -216,17 +224,27 @@ class Supervisor:
 
     def _started(self, worker_id: int) -> None:
         process = self._processes[worker_id]
+        assert process.starting is not None
+        self._in_flight.pop(process.starting, None)
         node = fetch(process.starting, process.member, "starting")
         process.member = Member(process.member.handle, "rollout", worker_id, node)
         process.starting, process.waiting_since = None, time.monotonic()
-        process.collecting = process.member.handle.collect.remote(COLLECT_WAIT_S)
+        self._collect(worker_id)
         self.scheduler.started(worker_id)
+
+    def _collect(self, worker_id: int) -> None:
+        """Asks for the next report: less often in a large pool, but often enough to tell who is silent."""
+        wait_s = max(COLLECT_WAIT_S, len(self._processes) / MAX_REPORTS_PER_S)
+        process = self._processes[worker_id]
+        ref = process.member.handle.collect.remote(min(wait_s, self._timeouts.worker_silence_s / 4))
+        process.collecting = ref
+        self._in_flight[ref] = worker_id
 
     def _reported(self, worker_id: int, report: Report) -> list[Accepted]:
         process = self._processes[worker_id]
         if report.silent_s < self._timeouts.worker_silence_s:
             process.waiting_since = time.monotonic()
-        process.collecting = process.member.handle.collect.remote(COLLECT_WAIT_S)
+        self._collect(worker_id)
         self._measure_pace(worker_id, report.generated_tokens)
         return [accepted for completion in report.finished if (accepted := self._accept(completion))]
 
@@ -254,7 +272,7 @@ class Supervisor:
         busy_s = 0.0
         serving = self.scheduler.serving()
         for worker in serving:
-            self._processes[worker.id].sample_s += elapsed_s * self.scheduler.outstanding_samples(worker)
+            self._processes[worker.id].sample_s += elapsed_s * worker.samples
             busy_s += elapsed_s if worker.groups else 0.0
         return busy_s, elapsed_s * len(serving)
 
@@ -267,7 +285,7 @@ class Supervisor:
                 "state": str(worker.state),
                 "node": self._processes[worker.id].member.node,
                 "version": worker.version,
-                "samples": self.scheduler.outstanding_samples(worker),
+                "samples": worker.samples,
             }
             for worker in self.scheduler.workers.values()
             if worker.id in self._processes

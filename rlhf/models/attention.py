@@ -102,17 +102,25 @@ def _variable_length(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """``[T, heads, d]``: all spans in one kernel."""
-    from torch.nn.attention.varlen import varlen_attn
+    """``[T, heads, d]``: all spans in one kernel (FlashAttention-2, arXiv 2307.08691).
 
-    # torch 2.11 has no grouped queries here: key-value heads are repeated, in the copy that makes them contiguous
-    repeats = query.shape[1] // key.shape[1]
-    q = query[0].transpose(0, 1).contiguous()
-    k, v = (repeat_heads(t[0].transpose(0, 1), repeats) for t in (key, value))
-    look_back = -1 if window is None else window - 1
-    out = varlen_attn(q, k, v, borders, key_borders, max_length, max_keys, window_size=(look_back, 0), scale=scale)
-    assert isinstance(out, Tensor)
-    return out
+    torch's own operator rather than ``torch.nn.attention.varlen``, which in 2.11 knows no grouped queries: every
+    key-value head would be copied for each of its queries. Causal: nothing to the right, aligned at the spans' ends.
+    """
+    output, *_ = torch.ops.aten._flash_attention_forward(
+        *(t[0].transpose(0, 1) for t in (query, key, value)),
+        borders,
+        key_borders,
+        max_length,
+        max_keys,
+        0.0,  # dropout
+        False,  # causal by its window, whatever the numbers of queries and keys
+        False,  # no debugging mask
+        scale=scale,
+        window_size_left=-1 if window is None else window - 1,
+        window_size_right=0,
+    )
+    return output
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None) -> Tensor:
@@ -138,12 +146,6 @@ def visible(num_tokens: int, num_keys: int, window: int | None, device: torch.de
     own = keys[num_keys - num_tokens :, None]
     seen = keys <= own
     return seen if window is None else seen & (keys > own - window)
-
-
-def repeat_heads(packed: Tensor, repeats: int) -> Tensor:
-    """[T, heads, d] -> [T, heads x repeats, d], contiguous, each head's copies side by side; one pass over memory."""
-    tokens, heads, width = packed.shape
-    return packed[:, :, None].expand(tokens, heads, repeats, width).reshape(tokens, heads * repeats, width).contiguous()
 
 
 def _slices(borders: Tensor) -> list[tuple[int, int]]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -37,10 +38,18 @@ class PackedModel(nn.Module):
         lists = [module for module in self.backbone.modules() if isinstance(module, nn.ModuleList)]
         return max(lists, key=len)
 
+    def checkpoint_layers(self, count: int) -> None:
+        """Has the first ``count`` decoder layers recompute their activations in the backward pass (Chen et al. 2016,
+        arXiv 1604.06174). The backward pass comes to them last, when the others have freed theirs."""
+        self.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        kept: Any = self.layers[count:]
+        for layer in kept:
+            layer.gradient_checkpointing = False
+
     def compile_layers(self) -> None:
-        """Fuses the element-wise work of each decoder layer. Not under ZeRO-3, whose hooks break up the graph."""
+        """Fuses the element-wise work of each decoder layer. ZeRO-3's hooks stay outside of what is compiled."""
         for layer in self.layers:
-            layer.compile(dynamic=True)
+            layer.forward = torch.compile(layer.forward, dynamic=True)
 
     @contextmanager
     def as_loaded(self) -> Iterator[None]:

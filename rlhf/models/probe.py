@@ -31,7 +31,8 @@ def check_packing(forward: Callable[[Any], Any], model: PackedModel, device: tor
     Raises ConfigError, naming ``key``, if they differ by more than ``TOLERANCE``.
     """
     batch = probe_batch(model.lm.config)
-    with narrow_windows(model.lm), uncompiled(model):
+    # nothing is compiled for shapes and windows that never recur
+    with narrow_windows(model.lm), torch.compiler.set_stance("force_eager"):
         with model.as_loaded():
             own = torch.cat(
                 [_own_scores(forward, model, batch.select([i]), device) for i in range(batch.num_sequences)]
@@ -104,16 +105,3 @@ def narrow_windows(lm: nn.Module) -> Iterator[None]:
     finally:
         for owner, window in before:
             setattr(owner, "sliding_window", window)  # noqa: B010
-
-
-@contextmanager
-def uncompiled(model: PackedModel) -> Iterator[None]:
-    """Runs layers eagerly: nothing is compiled for shapes and windows that never recur."""
-    compiled = [(layer, layer._compiled_call_impl) for layer in model.layers]
-    for layer, _ in compiled:
-        layer._compiled_call_impl = None
-    try:
-        yield
-    finally:
-        for layer, implementation in compiled:
-            layer._compiled_call_impl = implementation

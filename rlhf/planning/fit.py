@@ -3,18 +3,20 @@
 from dataclasses import dataclass
 
 from rlhf.config import Config, LearnerConfig
-from rlhf.planning.memory import ALLOCATOR_SLACK, AUTO_SHARE
+from rlhf.planning.memory import ALL_LAYERS, ALLOCATOR_SLACK, AUTO_SHARE
 from rlhf.planning.memory_plan import Checkpointing, MemoryPlan
 from rlhf.planning.shapes import read_shape
-from rlhf.planning.usage import AnyConfig, Choice, Choices, Usage, predict
+from rlhf.planning.usage import AnyConfig, Choice, Choices, Usage, model_shape, predict
+
+FLOAT32_LAYERS = 0.1  # share of the layers that may be checkpointed for float32 gradients: 3 % of an update
 
 
 def plan_memory(config: AnyConfig, device_bytes: float) -> MemoryPlan | None:
     """Predicts a run on GPUs of ``device_bytes``; None if the policy's ``config.json`` is not available.
 
     Other models whose ``config.json`` is not available are assumed to be as large as the policy. What the configuration
-    leaves open is decided here: no checkpointing if the training phase still fits without it, optimiser state in host
-    memory if vLLM would otherwise have no room to wake up, and float32 gradients if they require neither of the two.
+    leaves open is decided here: as few checkpointed layers as the training phase has room for, optimiser state in host
+    memory if vLLM would otherwise have no room to wake up, and float32 gradients if that takes hardly more of the two.
     """
     if read_shape(config.model.path) is None:
         return None
@@ -46,7 +48,7 @@ class _Fit:
         return predict(self.config, self.device_bytes, choices)
 
     def decide(self) -> Choices:
-        """The fastest choices; then float32 gradients, one learner at a time, where they cost no speed."""
+        """The fastest choices; then float32 gradients, one learner at a time, where they cost next to no speed."""
         start = Choices({role: self.starting_choice(settings) for role, settings in self.learners.items()})
         choices = self.fastest(start)
         for role, settings in self.learners.items():
@@ -54,32 +56,43 @@ class _Fit:
                 continue
             wider = start.vary(role, float32_gradients=True)
             trial = self.fastest(wider)
-            if trial.as_fast_as(choices) and max(self.usage(trial).gpu_of(role).values()) <= self.limit:
+            spare_layers = int(FLOAT32_LAYERS * self.num_layers(role))
+            if (
+                trial.as_fast_as(choices, spare_layers=spare_layers)
+                and max(self.usage(trial).gpu_of(role).values()) <= self.limit
+            ):
                 start, choices = wider, trial
         return choices
 
     def starting_choice(self, settings: LearnerConfig) -> Choice:
         """Where the search starts: options left open start checkpointed, not offloaded, and not in float32."""
         return Choice(
-            checkpointing=settings.gradient_checkpointing is not False,
+            checkpointed_layers=ALL_LAYERS if settings.checkpointed_layers is None else settings.checkpointed_layers,
             offloads=isinstance(self.config, Config) and bool(settings.offload_when_idle),
             float32_gradients=bool(settings.float32_gradients),
         )
 
     def fastest(self, choices: Choices) -> Choices:
-        """``choices``, offloading only if vLLM has no room next to idle learners, checkpointing only if needed."""
+        """``choices``, offloading only if vLLM has no room next to idle learners, and with the fewest checkpointed
+        layers that fit (if none do: all)."""
         if self.usage(choices).gpus.get("shared", {}).get("generate", 0.0) > self.limit:
             for role, settings in self.learners.items():
                 choices = choices.vary(role, offloads=settings.offload_when_idle is not False)
         for role, settings in self.learners.items():
-            trial = choices.vary(role, checkpointing=False)
-            if settings.gradient_checkpointing is None and self.usage(trial).gpu_of(role)["train"] <= self.limit:
-                choices = trial
+            if settings.checkpointed_layers is None:
+                trials = (choices.vary(role, checkpointed_layers=count) for count in range(self.num_layers(role)))
+                choices = next((t for t in trials if self.usage(t).gpu_of(role)["train"] <= self.limit), choices)
         return choices
 
     def checkpointing(self, role: str, choices: Choices) -> Checkpointing:
         """What was chosen for ``role``, and why."""
-        usage, without = self.usage(choices), self.usage(choices.vary(role, checkpointing=False))
+        usage, without = self.usage(choices), self.usage(choices.vary(role, checkpointed_layers=0))
         passes, passes_without = ((1 + ALLOCATOR_SLACK) * u.roles[role].training for u in (usage, without))
         others = usage.gpu_of(role)["train"] - passes
-        return Checkpointing(choices[role].checkpointing, passes_without, self.limit - others)
+        num_layers = self.num_layers(role)
+        layers = min(choices[role].checkpointed_layers, num_layers)
+        return Checkpointing(layers, num_layers, passes_without, self.limit - others)
+
+    def num_layers(self, role: str) -> int:
+        """Decoder layers of ``role``'s model."""
+        return model_shape(self.config, getattr(self.learners[role], "path", None)).num_layers

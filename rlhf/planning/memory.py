@@ -20,6 +20,7 @@ GRAPH_BYTES = 1.5 * GIB  # fitted: vLLM's CUDA graphs, on top of rollout.gpu_mem
 ASLEEP_BYTES = 2.0 * GIB  # fitted: what a sleeping vLLM keeps
 RING_BUCKETS = 2  # a publish's buckets: one is filled while the other is sent (NUM_SLOTS of actors.weights.channel)
 REDUCE_BUCKET_ELEMENTS = 5e8  # DeepSpeed's reduce_bucket_size
+ALL_LAYERS = 10**6  # more than any model has
 LIVE_ELEMENTS = 1e9  # DeepSpeed's stage3_max_live_parameters and sub_group_size
 
 
@@ -62,15 +63,15 @@ class RoleMemory:
 def kept_by_layer(shape: ModelShape, *, compiled: bool, element_bytes: int) -> float:
     """Bytes per token that one layer's forward keeps for its backward.
 
-    Eager: each norm keeps its input in float32, its normalised input and its output; attention keeps queries, keys and
-    values (expanded to all heads), its output and one float32 per head; the MLP keeps gate, activated gate, up and
-    their product. Compiled, a norm's internals, the activated gate and the product are recomputed (fitted: counting
-    only the rest matches the measured peaks).
+    Eager: each norm keeps its input in float32, its normalised input and its output; attention keeps queries, keys,
+    values, its output and one float32 per head; the MLP keeps gate, activated gate, up and their product. Compiled, a
+    norm's internals, the activated gate and the product are recomputed (fitted: counting only the rest matches the
+    measured peaks).
     """
-    h, a, i = shape.hidden_size, shape.attention_size, shape.intermediate_size
+    h, i, attention = shape.hidden_size, shape.intermediate_size, 2 * (shape.attention_size + shape.kv_size)
     if compiled:
-        return element_bytes * (2 * h + 4 * a + 3 * i) + 4 * shape.num_heads
-    return 2 * h * (4 + 2 * element_bytes) + element_bytes * (4 * a + 4 * i) + 4 * shape.num_heads
+        return element_bytes * (2 * h + attention + 3 * i) + 4 * shape.num_heads
+    return 2 * h * (4 + 2 * element_bytes) + element_bytes * (attention + 4 * i) + 4 * shape.num_heads
 
 
 def forward_bytes(shape: ModelShape, *, tokens: int, chunk: int, lm_head: bool, element_bytes: int) -> float:
@@ -85,15 +86,16 @@ def training_bytes(
     tokens: int,
     chunk: int,
     lm_head: bool,
-    checkpointing: bool,
+    checkpointed_layers: int,
     compiled: bool,
     element_bytes: int = 2,
 ) -> float:
     """Peak bytes between the start of a forward and the end of its backward, gradients not counted.
 
-    What all layers keep (with checkpointing only their inputs), plus the larger of two parts of the backward: the LM
+    What all layers keep (checkpointed ones only their inputs), plus the larger of two parts of the backward: the LM
     head (logits of one chunk and their gradient; its weight's gradient in float32, one product, one cast), or one layer
-    (the MLP's gradients; with checkpointing also what the recomputed layer keeps).
+    (the MLP's gradients; if all are checkpointed also what the recomputed layer keeps: otherwise the layers after it
+    have freed more than that).
     """
     layer = tokens * kept_by_layer(shape, compiled=compiled, element_bytes=element_bytes)
     mlp_gradients = 3 * tokens * shape.intermediate_size * element_bytes
@@ -102,17 +104,17 @@ def training_bytes(
         logits = min(chunk, tokens) * shape.vocab_size * element_bytes
         head = 2 * logits + shape.embedding_parameters * (4 + 2 * element_bytes)
     ends = tokens * shape.hidden_size * (4 + 4 * element_bytes)  # final norm, and predicting hidden states
-    if checkpointing:
-        inputs = shape.num_layers * tokens * shape.hidden_size * element_bytes
-        return inputs + ends + max(head, layer + mlp_gradients)
-    return shape.num_layers * layer + ends + max(head, mlp_gradients)
+    checkpointed = min(checkpointed_layers, shape.num_layers)
+    kept = (shape.num_layers - checkpointed) * layer + checkpointed * tokens * shape.hidden_size * element_bytes
+    recomputed = layer if checkpointed == shape.num_layers else 0.0
+    return kept + ends + max(head, recomputed + mlp_gradients)
 
 
 def learner_memory(
     config: LearnerConfig,
     shape: ModelShape,
     *,
-    checkpointing: bool,
+    checkpointed_layers: int,
     tokens: int | None = None,
     lm_head: bool = True,
     element_bytes: int = 2,
@@ -141,8 +143,8 @@ def learner_memory(
         tokens=tokens,
         chunk=chunk,
         lm_head=lm_head,
-        checkpointing=checkpointing,
-        compiled=config.compile,
+        checkpointed_layers=checkpointed_layers,
+        compiled=config.compile is not False,
         element_bytes=element_bytes,
     )
     return RoleMemory(

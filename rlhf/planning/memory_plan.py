@@ -11,9 +11,10 @@ from rlhf.planning.usage import AnyConfig
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Whether a learner recomputes its activations, and the two numbers that say why."""
+    """How many of a learner's decoder layers recompute their activations, and the two numbers that say why."""
 
-    on: bool
+    layers: int
+    num_layers: int  # that it has
     needed: float  # bytes of its training passes without it
     left: float  # bytes left for them by everything else
 
@@ -60,15 +61,17 @@ class MemoryPlan:
         if phase == "generate":
             return f"lower {'rollout' if gpu == 'shared' else gpu}.gpu_memory_fraction{separate}"
         if phase == "score":
-            key = {"shared": "reference", "reward_model": "reward.model"}.get(gpu, gpu)
+            role = max(self.roles, key=lambda name: self.roles[name].scoring) if gpu == "shared" else gpu
+            key = "reward.model" if role == "reward_model" else role
             return f"lower {key}.micro_batch_tokens{separate}"
         role = max(self.checkpointing, key=lambda name: self.roles[name].peak) if gpu == "shared" else gpu
         memory, settings = self.roles[role], getattr(self.config, role)
         if memory.training < memory.weights + memory.gradients + memory.optimizer:
             offload = "" if settings.offload_optimizer else f", or set {role}.offload_optimizer=true"
             return f"raise {role}.num_ranks (with zero_stage=3){offload}{separate}"
-        checkpointing = "" if self.checkpointing[role].on else f"set {role}.gradient_checkpointing=null, or "
-        return f"{checkpointing}lower {role}.micro_batch_tokens or {role}.logits_chunk_tokens{separate}"
+        choice = self.checkpointing[role]
+        more = "" if choice.layers == choice.num_layers else f"set {role}.checkpointed_layers=null, or "
+        return f"{more}lower {role}.micro_batch_tokens or {role}.logits_chunk_tokens{separate}"
 
     def largest_rollout_fraction(self) -> float:
         """The largest rollout.gpu_memory_fraction that leaves room for the roles sharing the GPU."""
@@ -97,7 +100,8 @@ class MemoryPlan:
         """A learner's settings, with everything they leave open decided."""
         return replace(
             getattr(self.config, role),
-            gradient_checkpointing=self.checkpointing[role].on,
+            checkpointed_layers=self.checkpointing[role].layers,
+            compile=getattr(self.config, role).compile is not False,
             offload_when_idle=self.roles[role].offloads,
             float32_gradients=self.roles[role].float32_gradients,
         )
@@ -107,8 +111,8 @@ class MemoryPlan:
         choice, memory = self.checkpointing[role], self.roles[role]
         return (
             f"{role}: {memory.peak / GIB:.1f} GiB of {self.device_bytes / GIB:.1f} predicted; gradient checkpointing "
-            f"{'on' if choice.on else 'off'}: without it a pass needs {choice.needed / GIB:.1f} GiB, and "
-            f"{max(0.0, choice.left) / GIB:.1f} are left; gradients add up in "
+            f"in {choice.layers} of {choice.num_layers} layers: without it a pass needs {choice.needed / GIB:.1f} GiB, "
+            f"and {max(0.0, choice.left) / GIB:.1f} are left; gradients add up in "
             + ("float32" if memory.float32_gradients else "bfloat16")
             + ("; its optimiser state waits in host memory while vLLM generates" if memory.offloads else "")
         )

@@ -22,7 +22,7 @@ LEARNERS = ("learner", "critic")
 class Choice:
     """Decisions that a learner's settings may leave open, named like the arguments of ``learner_memory``."""
 
-    checkpointing: bool
+    checkpointed_layers: int
     offloads: bool
     float32_gradients: bool
 
@@ -39,14 +39,15 @@ class Choices:
     def __iter__(self) -> Iterator[str]:
         return iter(self.by_role)
 
-    def vary(self, role: str, **changes: bool) -> "Choices":
+    def vary(self, role: str, **changes: int) -> "Choices":
         """The same choices with these fields of ``role`` changed."""
         return Choices({**self.by_role, role: replace(self[role], **changes)})
 
-    def as_fast_as(self, other: "Choices") -> bool:
-        """Whether no role recomputes or moves anything that it would not under ``other``."""
+    def as_fast_as(self, other: "Choices", *, spare_layers: int) -> bool:
+        """Whether no role recomputes more than ``spare_layers`` or moves anything that it would not under ``other``."""
         return all(
-            self[role].checkpointing <= other[role].checkpointing and self[role].offloads <= other[role].offloads
+            self[role].checkpointed_layers <= other[role].checkpointed_layers + spare_layers
+            and self[role].offloads <= other[role].offloads
             for role in self
         )
 
@@ -87,7 +88,7 @@ def predict(config: AnyConfig, device_bytes: float, choices: Choices) -> Usage:
 def _reward_learner(config: RewardTrainingConfig, choice: Choice) -> RoleMemory:
     return learner_memory(
         config.learner,
-        _shape(config),
+        model_shape(config),
         **asdict(choice),
         tokens=min(config.learner.micro_batch_tokens, config.batch_pairs * config.max_pair_tokens),
         lm_head=False,
@@ -98,7 +99,7 @@ def _reward_learner(config: RewardTrainingConfig, choice: Choice) -> RoleMemory:
 def _learner(config: Config, choice: Choice) -> RoleMemory:
     return learner_memory(
         config.learner,
-        _shape(config),
+        model_shape(config),
         **asdict(choice),
         tokens=_fullest(config, config.learner.micro_batch_tokens),
         element_bytes=_element_bytes(config),
@@ -109,7 +110,7 @@ def _learner(config: Config, choice: Choice) -> RoleMemory:
 def _critic(config: Config, choice: Choice) -> RoleMemory:
     return learner_memory(
         config.critic,
-        _shape(config, config.critic.path),
+        model_shape(config, config.critic.path),
         **asdict(choice),
         tokens=_fullest(config, config.critic.micro_batch_tokens),
         lm_head=False,
@@ -119,7 +120,7 @@ def _critic(config: Config, choice: Choice) -> RoleMemory:
 
 def _reference(config: Config) -> RoleMemory:
     return frozen_memory(
-        _shape(config, config.reference.path),
+        model_shape(config, config.reference.path),
         tokens=_fullest(config, config.reference.micro_batch_tokens),
         chunk=config.learner.logits_chunk_tokens,
         lm_head=True,
@@ -129,7 +130,7 @@ def _reference(config: Config) -> RoleMemory:
 
 def _reward_model(config: Config, settings: RewardModelConfig) -> RoleMemory:
     return frozen_memory(
-        _shape(config, settings.path),
+        model_shape(config, settings.path),
         tokens=min(settings.micro_batch_tokens, config.algorithm.num_sequences * settings.max_tokens),
         lm_head=False,
         element_bytes=_element_bytes(config),
@@ -138,7 +139,7 @@ def _reward_model(config: Config, settings: RewardModelConfig) -> RoleMemory:
 
 def _engine(config: Config, settings: RolloutConfig, device_bytes: float) -> RoleMemory:
     return rollout_memory(
-        _shape(config),
+        model_shape(config),
         budget_bytes=settings.gpu_memory_fraction * device_bytes / config.rollout_workers_per_gpu,
         tensor_parallel_size=settings.tensor_parallel_size,
         cache_tokens=config.rollout_cache_tokens,
@@ -146,7 +147,7 @@ def _engine(config: Config, settings: RolloutConfig, device_bytes: float) -> Rol
     )
 
 
-def _shape(config: AnyConfig, path: str | None = None) -> ModelShape:
+def model_shape(config: AnyConfig, path: str | None = None) -> ModelShape:
     """The shape of the model at ``path``; the policy's if that is None or unknown."""
     shape = read_shape(path or config.model.path) or read_shape(config.model.path)
     assert shape is not None, "the policy's shape is known"

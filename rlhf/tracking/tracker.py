@@ -45,6 +45,7 @@ class Tracker:
         self.phases: dict[str, float] = {}  # wall seconds of each phase, over the whole run
         self._config, self._tokenizer = config, tokenizer
         self._step = -1  # of the last record that is kept; -1: none
+        self._with_next_step: dict[str, float] = {}
         self._since_step: dict[str, float] = {}  # wall seconds of each phase since the last step's record
         self._phase: str | None = None
         self._phase_started_s = 0.0
@@ -106,12 +107,17 @@ class Tracker:
             **{f"time/{name}_s": seconds for name, seconds in self._since_step.items()},
             **({name: count / step_s for name, count in counts.items()} if step_s > 0 else {}),
             "num_tokens": self.num_tokens,
+            **self._with_next_step,
             **metrics,
         }
         names = {} if bottleneck is None else {"bottleneck": bottleneck.name}
         self._display.step(step, self._record("metrics", step, values, names), bottleneck)
         self._step = step
-        self._since_step = {}
+        self._since_step, self._with_next_step = {}, {}
+
+    def log_with_next_step(self, metrics: Mapping[str, float]) -> None:
+        """Adds metrics of what ends between two steps to the record of the next one."""
+        self._with_next_step |= metrics
 
     def log_eval(self, step: int, metrics: Mapping[str, float]) -> None:
         """Records an evaluation after step ``step``, every metric under ``eval/``."""

@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhf.batch import TrainBatch
+from rlhf.checkpoint import Written
 from rlhf.config import LearnerConfig, OptimizerConfig, require
-from rlhf.errors import CheckpointError
+from rlhf.errors import CheckpointError, one_line
 from rlhf.models.inputs import PackedInputs, packed_inputs
 from rlhf.models.packed import PackedModel
 from rlhf.models.probe import check_packing
+from rlhf.training.export import export
 from rlhf.training.parking import Parking
-from rlhf.training.weights import gathered_state_dict
 
 LossFn = Callable[[Any, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
 """(model output, its micro-batch on the same device) -> (loss, stats): sums over the micro-batch, which are added over
@@ -84,13 +85,27 @@ def deepspeed_config(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             "stage": config.zero_stage,
-            # Prefetching past the end of a no-grad forward leaves parameters in flight, which a later gather rejects.
-            "stage3_prefetch_bucket_size": 0,
             "stage3_param_persistence_threshold": 0,
+            # DeepSpeed's linear layer keeps no gathered weight for its backward. A compiled layer keeps none anyway,
+            # and traced with it would lose the gradient of its attention.
+            "memory_efficient_linear": not config.compile,
             "contiguous_gradients": True,
             **offload,
         },
     }
+
+
+def _gather_by_layer(model: PackedModel) -> dict[str, int]:
+    """Makes whole decoder layers the unit in which ZeRO-3 gathers: while one computes, the next one is gathered.
+
+    Returns what DeepSpeed must know for it.
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    layers: Any = model.layers
+    for layer in layers:
+        set_z3_leaf_module(layer, True)
+    return {"stage3_prefetch_bucket_size": max(sum(p.ds_numel for p in layer.parameters()) for layer in layers)}
 
 
 def make_optimizer(parameters: list[nn.Parameter], config: LearnerConfig) -> torch.optim.Optimizer:
@@ -138,16 +153,20 @@ class Engine:
         import deepspeed
         from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
+        from rlhf.training.staged_writer import StagedWriter
+
         self.config, self.device = config, device
         ds_config = deepspeed_config(config, dtype)
         ds_config["train_batch_size"] = dist.get_world_size()
         # transformers finds this object through a weak reference and then loads shard by shard
         self._hf_config = HfDeepSpeedConfig(ds_config) if config.zero_stage == 3 else None
         model = load_model()
-        if config.gradient_checkpointing:
-            model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if config.checkpointed_layers:
+            model.checkpoint_layers(config.checkpointed_layers)
         if config.compile:
             model.compile_layers()
+        if config.zero_stage == 3:
+            ds_config["zero_optimization"] |= _gather_by_layer(model)
         optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], config)
         schedule: Any = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: lr_factor(step, config.optimizer, total_steps)
@@ -156,6 +175,8 @@ class Engine:
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=schedule, config=ds_config, dist_init_required=False
         )
+        self._writer, self._saved_to = StagedWriter(), ""
+        self.engine.checkpoint_engine = self._writer
         # Without ZeRO and bfloat16, DeepSpeed neither keeps nor checks the norm: both are done here.
         self._plain = config.zero_stage == 0 and not self.engine.bfloat16_enabled()
         self.engine.enable_backward_allreduce = not self._plain
@@ -283,10 +304,25 @@ class Engine:
         return [tensor for tensor in distinct.values() if tensor.device.type == self.device.type]
 
     def save(self, directory: str) -> None:
-        """Writes weights, optimiser, scheduler and RNG of this rank; all ranks call it."""
+        """Copies weights, optimiser, scheduler and RNG of this rank to host memory, once the save before is written;
+        from then on a thread writes them (``finish_save``). All ranks call it."""
         self.release_gathered()
+        self._saved_to = directory
         with self._parking.readable():
             self.engine.save_checkpoint(directory, tag="engine", client_state={"rng": torch.get_rng_state()})
+
+    def finish_save(self, *, wait: bool) -> Written | None:
+        """What this rank has written of the last ``save``; None if it is not done, for which ``wait`` waits.
+
+        Raises CheckpointError if it could not be written.
+        """
+        try:
+            return self._writer.finish(wait=wait)
+        except Exception as error:
+            raise CheckpointError(
+                f"{self._saved_to}: a checkpoint could not be written ({type(error).__name__}: {one_line(error)}); the "
+                "one before is whole, and the same command resumes from there"
+            ) from error
 
     def load(self, directory: str) -> None:
         """Reads what ``save`` wrote. Raises CheckpointError if it does not fit.
@@ -325,13 +361,9 @@ class Engine:
             wrapper.clip_grad = settings.max_grad_norm
 
     def save_model(self, directory: str) -> None:
-        """Writes a Hugging Face directory (rank 0 writes; all ranks call it)."""
+        """Writes a Hugging Face directory; all ranks call it."""
         self.release_gathered()
-        state = gathered_state_dict(self.model)
-        if self.rank == 0:
-            with self.model.original_config():
-                self.model.lm.save_pretrained(directory, state_dict=state, safe_serialization=True)
-        dist.barrier()
+        export(self.model, directory)
 
 
 def is_maximum(name: str) -> bool:

@@ -11,11 +11,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from rlhf.training.host_memory import HostBuffers, bytes_of, view_like
+
 
 class Parking:
-    """Pinned host memory for a fixed set of tensors, kept between uses: pinning is slow."""
+    """Host memory for a fixed set of tensors, kept between uses."""
 
     def __init__(self) -> None:
+        self._buffers = HostBuffers()
         self._host: list[Tensor] = []  # uint8, one per storage
         self._storages: list[torch.UntypedStorage] = []
         self._tensors: list[tuple[Tensor, int]] = []  # with the number of each one's storage
@@ -36,25 +39,16 @@ class Parking:
                 self._storages.append(storage)
             self._tensors.append((tensor, number))
         for number, storage in enumerate(self._storages):
-            self._host_buffer(number, storage).copy_(_bytes_of(storage))  # to pinned memory; waits
+            self._host.append(self._buffers.copy(number, storage))
             storage.resize_(0)
-
-    def _host_buffer(self, number: int, storage: torch.UntypedStorage) -> Tensor:
-        """The host's copy of a storage; allocated on first use, or when the storage's size has changed."""
-        if number == len(self._host):
-            self._host.append(torch.empty(0, dtype=torch.uint8))
-        if len(self._host[number]) != storage.nbytes():
-            pin = storage.device.type == "cuda"
-            self._host[number] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin)
-        return self._host[number]
 
     @torch.no_grad()
     def unpark(self) -> None:
         """Brings everything back. Does nothing if nothing is parked."""
-        for host, storage in zip(self._host, self._storages, strict=False):
+        for host, storage in zip(self._host, self._storages, strict=True):
             storage.resize_(len(host))
-            _bytes_of(storage).copy_(host)
-        self._storages, self._tensors = [], []
+            bytes_of(storage).copy_(host)
+        self._host, self._storages, self._tensors = [], [], []
 
     @contextlib.contextmanager
     def readable(self) -> Iterator[None]:
@@ -62,13 +56,8 @@ class Parking:
         shells = [tensor.data for tensor, _ in self._tensors]
         try:
             for tensor, number in self._tensors:
-                values = self._host[number].view(tensor.dtype)
-                tensor.data = values.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+                tensor.data = view_like(tensor, self._host[number])
             yield
         finally:
             for (tensor, _), shell in zip(self._tensors, shells, strict=True):
                 tensor.data = shell
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]

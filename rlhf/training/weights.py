@@ -173,21 +173,3 @@ def checksum(data: Tensor) -> Tensor:
 @functools.cache
 def _factors(device: torch.device) -> Tensor:
     return torch.arange(1, 2 * _CHECKSUM_PERIOD, 2, device=device)
-
-
-def gathered_state_dict(model: "PackedModel") -> dict[str, Tensor] | None:
-    """The whole model on rank 0's CPU, by Hugging Face name, tied weights under every name; None elsewhere."""
-    rank0 = not dist.is_initialized() or dist.get_rank() == 0
-    state: dict[str, Tensor] = {}
-    for name, parameter in named_parameters(model):
-        whole = gather(parameter)
-        if rank0:
-            state[name] = whole.to("cpu", copy=True)
-    if not rank0:
-        return None
-    first_name: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        short = name.removeprefix(MODEL_PREFIX)
-        owner = first_name.setdefault(id(parameter), short)
-        state.setdefault(short, state[owner])
-    return state

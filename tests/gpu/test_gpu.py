@@ -1,13 +1,15 @@
-"""On NVIDIA GPUs: training stays on its own GPU, weights cross over NCCL and CUDA IPC, shared prompts are exact, and no
-loss waits for the GPU.
+"""On NVIDIA GPUs: training stays on its own GPU, weights cross over NCCL and CUDA IPC, shared prompts and compiled
+layers give the same gradient, and no loss waits for the GPU.
 
 pytest -m gpu tests/gpu
 """
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -177,6 +179,36 @@ def test_shared_prompts_give_the_numbers_of_whole_sequences(model: Path, compile
     assert (shared - whole).abs().mean() < BF16_MEAN_BOUND
     assert torch.nn.functional.cosine_similarity(shared_gradient, whole_gradient, dim=0) > 0.999
     assert shared_gradient.norm().item() == pytest.approx(whole_gradient.norm().item(), rel=0.01)
+
+
+def test_every_zero_stage_has_the_same_gradient_compiled_or_not(model: Path, tmp_path: Path) -> None:
+    """Its norm: a graph that loses part of the gradient is too small, and nothing else shows it."""
+    variants = ("zero1-eager", "zero1", "zero3-eager", "zero3", "zero3-checkpointed")
+    command = [sys.executable, "-m", "benchmarks.bench_learner", str(model), "--sequences", "64", "--repeats", "1"]
+    subprocess.run([*command, "--variants", *variants, "--out", str(tmp_path / "out.json")], cwd=ROOT, check=True)
+    measured = json.loads((tmp_path / "out.json").read_text())["variants"]
+    norms = {name: measured[name]["grad_norm"] for name in variants}
+    assert all(norm == pytest.approx(norms["zero1-eager"], rel=0.01) for norm in norms.values()), norms
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_have_the_same_gradient_when_compiled(family: str, tmp_path: Path) -> None:
+    path = str(make_model(tmp_path, small_config(*FAMILIES[family])))
+    device = torch.device("cuda")
+    policy = load_policy(path, dtype=torch.bfloat16, temperature=1.0, chunk_tokens=64).to(device).train()
+    batch = probe_batch(policy.lm.config)
+
+    def gradient() -> torch.Tensor:
+        policy.zero_grad()
+        logprobs, _ = policy(packed_inputs(batch, device, share_prompts=True))
+        logprobs.sum().backward()
+        return torch.cat([p.grad.float().flatten() for p in policy.parameters() if p.grad is not None])
+
+    eager = gradient()
+    policy.compile_layers()
+    compiled = gradient()
+    assert torch.nn.functional.cosine_similarity(compiled, eager, dim=0) > 0.99
+    assert compiled.norm().item() == pytest.approx(eager.norm().item(), rel=0.03)
 
 
 LOSSES = {

@@ -166,7 +166,7 @@ EVERY_OPTION = (
             as_it_is,
             (
                 *("learner.num_ranks=1", "learner.micro_batch_tokens=512", "learner.zero_stage=0"),
-                "learner.gradient_checkpointing=true",
+                "learner.checkpointed_layers=1",
             ),
         ),
         (as_it_is, ("learner.num_ranks=2", "learner.micro_batch_tokens=128", *EVERY_OPTION)),
@@ -192,6 +192,9 @@ def test_save_and_load_go_on_bit_for_bit(start_learner: Start, tiny_config, tmp_
     learner.save(str(tmp_path / "checkpoint"))
     straight = learner.update(ragged_batch(1), 1).result()
     expected = weights_of(learner, tmp_path / "straight")
+    written = learner.finish_save(wait=True).result()
+    files = (tmp_path / "checkpoint").rglob("*states.pt")
+    assert written is not None and written.num_bytes == sum(path.stat().st_size for path in files)
 
     elsewhere = WarmRanks(LearnerActor, config, 2)
     learner = elsewhere.start(config)
@@ -226,9 +229,9 @@ class OnPretendedGpu(LearnerActor):
 
         actors.learner.device_bytes = lambda device: num_bytes + self._rank  # the smallest decides
 
-    def decided(self) -> tuple[bool | None, bool | None, bool | None]:
+    def decided(self) -> tuple[int | None, bool | None, bool | None]:
         settings = self._decided
-        return settings.gradient_checkpointing, settings.offload_when_idle, settings.float32_gradients
+        return settings.checkpointed_layers, settings.offload_when_idle, settings.float32_gradients
 
 
 def test_memory_decides_alike_on_all_ranks_and_refuses_what_does_not_fit(ray_session, tiny_config) -> None:
@@ -243,9 +246,9 @@ def test_memory_decides_alike_on_all_ranks_and_refuses_what_does_not_fit(ray_ses
         ask("check_memory")  # before anything loads
     ask("pretend", 16 << 30)
     lines = ask("check_memory")
-    assert all(line is not None and "gradient checkpointing off" in line for line in lines)
+    assert all(line is not None and "gradient checkpointing in 0 of 2 layers" in line for line in lines)
     ranks.start(config)
-    assert ask("decided") == [(False, False, True)] * 2
+    assert ask("decided") == [(0, False, True)] * 2
     ranks.close()
 
 

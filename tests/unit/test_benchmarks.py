@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from actors.rollouts.supervisor import request_key
+from actors.rollouts.engine import request_key
 from benchmarks import bench_scaling
 from benchmarks.bench_learner import ragged_batch
 from benchmarks.bench_rollout import phrases
@@ -26,11 +26,20 @@ from rlhf.planning.shapes import read_shape
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def measured(module: str, model: Path, out: Path, *options: str, timeout_s: float = 280) -> dict[str, Any]:
-    command = python_module(f"benchmarks.{module}", "--tiny", str(model), *options, "--out", str(out))
+def measured(module: str, model: Path | None, out: Path, *options: str, timeout_s: float = 280) -> dict[str, Any]:
+    models = [str(model)] if model else []
+    command = python_module(f"benchmarks.{module}", "--tiny", *models, *options, "--out", str(out))
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stderr + done.stdout
     return json.loads(out.read_text())
+
+
+@pytest.mark.long
+def test_bench_control(tmp_path: Path) -> None:
+    rows = measured("bench_control", None, tmp_path / "control.json")["rows"]
+    assert [(row["workers"], row["groups"]) for row in rows] == [(4, 32), (16, 32)]
+    assert all(row[f"{part}_s"] > 0 for row in rows for part in ("hand_out", "schedule", "listen", "score", "publish"))
+    assert all(row["calls"] > 0 and row["replaced"] > 0 for row in rows)
 
 
 @pytest.mark.long
@@ -38,15 +47,17 @@ def test_bench_learner(tiny_model_dir: Path, tmp_path: Path) -> None:
     result = measured("bench_learner", tiny_model_dir, tmp_path / "learner.json")
     batch = ragged_batch(16, 8, 12, 24, vocab=512)
     assert result["tokens"] == len(batch.tokens) == 16 * 8 + batch.num_completion_tokens
-    assert result["variants"].keys() == {"default", "zero1"}
+    assert result["variants"].keys() == {"zero3", "zero1"}
     shape = read_shape(str(tiny_model_dir))
     assert shape is not None
     flops = update_flops(shape, batch_spans(batch), batch.num_completion_tokens)
     for row in result["variants"].values():
-        assert row.keys() == {"first_s", "update_s", "tokens_per_s", "tflops", "mfu", "peak_gib"}
+        assert row.keys() == {"first_s", "grad_norm", "update_s", "tokens_per_s", "tflops", "mfu", "peak_gib"}
         assert row["tokens_per_s"] * row["update_s"] == pytest.approx(len(batch.tokens))
         assert row["tflops"] * row["update_s"] == pytest.approx(flops / 1e12)
         assert math.isnan(row["mfu"]) and math.isnan(row["peak_gib"]), "of a GPU"
+    zero3, zero1 = result["variants"].values()
+    assert zero3["grad_norm"] == pytest.approx(zero1["grad_norm"], rel=1e-4), "the same work"
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ from rlhf.config import (
     CriticConfig,
     DataConfig,
     ModelConfig,
+    PlacementConfig,
     RewardConfig,
     RewardFunctionConfig,
 )
@@ -134,11 +135,13 @@ def test_a_steps_figures_by_hand() -> None:
     assert weight_bytes(SHAPE) == 2 * (BODY + 1600)
 
 
-def test_two_engines_of_two_gpus_have_four_times_the_bandwidth() -> None:
+def test_engines_have_the_bandwidth_of_the_gpus_they_span_or_share() -> None:
     limits = roofline(tensor_parallel_size=2)
     found = limits.figures(STEP, PHASES, step=1, generate_s=2.0, num_workers=2)
     expected = decode_bytes(SHAPE, [4, 2], num_workers=2, max_num_seqs=8)
     assert found["perf/hbm_decode"] == pytest.approx(expected / (2.0 * 4e6))
+    shared = roofline(workers_per_gpu=2).figures(STEP, PHASES, step=1, generate_s=2.0, num_workers=2)
+    assert shared["perf/hbm_decode"] == pytest.approx(expected / (2.0 * 1e6)), "two engines of one GPU have its own"
 
 
 def test_a_shared_gpu_publishes_by_a_copy_that_reads_and_writes() -> None:
@@ -173,6 +176,8 @@ def test_the_limits_follow_the_configuration() -> None:
     ppo = dataclasses.replace(config, algorithm=AlgorithmConfig(name="ppo"), critic=CriticConfig(warmup_steps=5))
     assert Roofline.of(ppo, SHAPE, SHAPE, h200).num_update_gpus == 2
     assert Roofline.of(ppo, SHAPE, None, h200).critic_warmup_steps == 5
+    shared = dataclasses.replace(ppo, placement=PlacementConfig(mode="colocate"))
+    assert Roofline.of(shared, SHAPE, SHAPE, h200).num_update_gpus == 1, "critic and policy take turns"
     assert Roofline.of(config, SHAPE, None, {"learner": "cpu", "rollout": "cpu"}).learner_peaks is None
     exact = Config(model=ModelConfig(path="m", dtype="float32"), data=config.data, reward=reward)
     assert Roofline.of(exact, SHAPE, None, h200).learner_peaks is None

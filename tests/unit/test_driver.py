@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlhf.algorithms import make_algorithm
 from rlhf.batch import Prompt, Rollout, TrainBatch
-from rlhf.checkpoint import CheckpointStore
+from rlhf.checkpoint import CheckpointStore, Written
 from rlhf.checks.gate import SamplingGate
 from rlhf.driver import Driver
 from rlhf.errors import RewardError
@@ -147,7 +147,11 @@ def test_a_slow_judge_shows_as_reward_and_the_reference_as_reference(
     loop = driver(tmp_path, "num_steps=1", "algorithm.group_size=2", "algorithm.prompts_per_step=2", held_out=[])
     config = replace(loop.config, algorithm=replace(loop.config.algorithm, dynamic_sampling_max_tries=replaced))
     reward, reference = SimpleNamespace(score_groups=judged), SimpleNamespace(score=referred)
-    learner = SimpleNamespace(update=lambda batch, step: answer({"loss": 0.5}, 10), save=lambda directory: None)
+    learner = SimpleNamespace(
+        update=lambda batch, step: answer({"loss": 0.5}, 10),
+        save=lambda directory: None,
+        finish_save=lambda wait: Done(Written(0.0, 0)),
+    )
     pool: Any = SlowPool()
     loop.roles = Roles(learner, pool, reward, reference)  # type: ignore[arg-type]
     prompts = SimpleNamespace(take=lambda n: [Prompt(i, [1], "") for i in range(n)], state_dict=dict)

@@ -39,7 +39,7 @@ from rlhf.config import LearnerConfig, OptimizerConfig
 from rlhf.models.inputs import packed_inputs
 from rlhf.training.engine import Engine
 from rlhf.models.loading import load_policy
-from rlhf.training.weights import gathered_state_dict
+from tests.gathered import gathered_state_dict
 from benchmarks.bench_learner import ragged_batch
 
 model, out = sys.argv[1], sys.argv[2]
@@ -92,6 +92,7 @@ for _ in range(3):
     assert held(parked) == 0
     close(parked.forward([batch], lambda output: output[0])[0], expected)
 parked.save(out + "/checkpoint")
+parked.finish_save(wait=True)
 assert held(parked) == 0, "saving leaves it parked"
 resumed = make(stage, **ADAM)
 resumed.load(out + "/checkpoint")
@@ -125,6 +126,7 @@ for stage in (0, 1, 2, 3):  # 3 last: transformers remembers that it is on
     for _ in range(4):
         step(first)
     first.save(f"{out}/{stage}")
+    first.finish_save(wait=True)
     _, straight = step(first)
 
     same = make(stage, **schedule)

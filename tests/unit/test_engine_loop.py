@@ -199,6 +199,38 @@ def test_calls_run_between_steps(start: Start) -> None:
     assert engine.calls[-4:] == [("step",), ("call",), ("call",), ("step",)]
 
 
+def test_a_report_waits_for_a_whole_group(start: Start) -> None:
+    loop, engine = start(tokens=2)
+    publish(loop, 1)
+    loop.submit([ask("7.0"), ask("7.2")])
+    advance(loop, engine, 1)
+    loop.submit([ask("7.1")])
+    with ThreadPoolExecutor() as pool:
+        report = pool.submit(loop.collect, DEADLINE_S)
+        advance(loop, engine, 1)
+        assert not report.done()
+        advance(loop, engine, 1)
+        assert {completion.key for completion in report.result().finished} == {"7.0", "7.2", "7.1"}
+        loop.submit([ask("8.0"), ask("8.1")])
+        loop.abort(["8.1"])
+        report = pool.submit(loop.collect, 2 * DEADLINE_S)
+        advance(loop, engine, 2)
+        assert [completion.key for completion in report.result(DEADLINE_S).finished] == ["8.0"]
+    loop.submit([ask("9.0")])
+    advance(loop, engine, 1)
+    loop.submit([ask("9.1")])
+    advance(loop, engine, 1)
+    assert finished(loop).keys() == {"9.0"}, "the time is up"
+
+
+def test_an_engine_that_fails_ends_the_wait_for_a_report(start: Start) -> None:
+    loop, engine = start()
+    engine.fail(RuntimeError("this engine is broken"))
+    loop.join(DEADLINE_S)
+    with ThreadPoolExecutor() as pool, pytest.raises(RuntimeError, match="this engine is broken"):
+        pool.submit(loop.collect, 2 * DEADLINE_S).result(DEADLINE_S)
+
+
 def test_silence_grows_while_a_step_hangs(start: Start) -> None:
     loop, engine = start()
     publish(loop, 1)

@@ -21,7 +21,7 @@ from rlhf.config import LearnerConfig, OptimizerConfig
 from rlhf.training.engine import Engine
 from rlhf.models.inputs import packed_inputs
 from rlhf.models.loading import load_policy
-from rlhf.training.weights import gathered_state_dict
+from tests.gathered import gathered_state_dict
 from benchmarks.bench_learner import ragged_batch
 
 cpu = torch.device("cpu")
@@ -237,6 +237,7 @@ for stage in (1, 2, 3):
     count = sum(getattr(p, "ds_numel", p.numel()) for p in plain.model.parameters())
     assert abs(before / count - 12) < 0.1, f"stage {stage}: master weights and moments, not {before / count} bytes"
     parked.save(where)
+    parked.finish_save(wait=True)
     resumed.load(where)
     parked.unpark_optimizer()
     results = [step(engine) for engine in (plain, parked, resumed)]

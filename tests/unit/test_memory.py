@@ -14,6 +14,7 @@ from rlhf.planning.memory import (
     CONTEXT_BYTES,
     GIB,
     RING_BUCKETS,
+    RoleMemory,
     forward_bytes,
     frozen_memory,
     kept_by_layer,
@@ -23,6 +24,7 @@ from rlhf.planning.memory import (
     rollout_memory,
     training_bytes,
 )
+from rlhf.planning.memory_plan import Checkpointing, MemoryPlan
 from rlhf.planning.shapes import ModelShape
 from rlhf.recipes import load_config
 from rlhf.reward_config import RewardTrainingConfig
@@ -37,13 +39,13 @@ QWEN_05B = {
     "vocab_size": 151_936,
     "tie_word_embeddings": True,
 }
-QWEN_15B = QWEN_05B | {
+QWEN_15B: dict[str, object] = QWEN_05B | {
     "num_hidden_layers": 28,
     "hidden_size": 1536,
     "intermediate_size": 8960,
     "num_attention_heads": 12,
 }
-QWEN_7B = {
+QWEN_7B: dict[str, object] = {
     "num_hidden_layers": 28,
     "hidden_size": 3584,
     "intermediate_size": 18944,
@@ -74,25 +76,27 @@ def shape_of(config: dict[str, object]) -> ModelShape:
 
 
 def test_what_a_layer_keeps_by_hand() -> None:
-    # eager, bf16: two norms of (4 + 2 + 2) x 4; q, k, v, out 2 x 4 each; four of 2 x 8; log-sum-exp of 2 heads
-    assert kept_by_layer(TOY, compiled=False, element_bytes=2) == 2 * 32 + 4 * 8 + 4 * 16 + 8
-    # compiled: two residuals 2 x 4; q, k, v, out; gate, up and one more 2 x 8; log-sum-exp
-    assert kept_by_layer(TOY, compiled=True, element_bytes=2) == 2 * 8 + 4 * 8 + 3 * 16 + 8
+    # eager, bf16: two norms of (4 + 2 + 2) x 4; q and out 2 x 4 each, k and v 2 x 2; four of 2 x 8; a log-sum-exp of 2
+    assert kept_by_layer(TOY, compiled=False, element_bytes=2) == 2 * 32 + 2 * (8 + 4) + 4 * 16 + 8
+    # compiled: two residuals 2 x 4; q, out, k, v; gate, up and one more 2 x 8; log-sum-exp
+    assert kept_by_layer(TOY, compiled=True, element_bytes=2) == 2 * 8 + 2 * (8 + 4) + 3 * 16 + 8
 
 
 def test_a_training_pass_by_hand() -> None:
-    layer, ends = 100 * 168, 100 * 4 * (4 + 8)
+    layer, ends = 100 * 160, 100 * 4 * (4 + 8)
     head = 2 * 3 * 10 * 2 + 40 * 8
     mlp_gradients = 3 * 100 * 8 * 2
     arguments = {"tokens": 100, "chunk": 3, "compiled": False, "element_bytes": 2}
-    plain = training_bytes(TOY, **arguments, lm_head=True, checkpointing=False)
+    plain = training_bytes(TOY, **arguments, lm_head=True, checkpointed_layers=0)
     assert plain == 2 * layer + ends + max(head, mlp_gradients)
-    checkpointed = training_bytes(TOY, **arguments, lm_head=True, checkpointing=True)
+    checkpointed = training_bytes(TOY, **arguments, lm_head=True, checkpointed_layers=2)
     assert checkpointed == 2 * 100 * 4 * 2 + ends + layer + mlp_gradients
+    half = training_bytes(TOY, **arguments, lm_head=True, checkpointed_layers=1)
+    assert half == layer + 100 * 4 * 2 + ends + max(head, mlp_gradients), "the other layer's are freed by then"
     wide = dataclasses.replace(TOY, vocab_size=100_000)
     big_head = 2 * 3 * 100_000 * 2 + 400_000 * 8
-    assert training_bytes(wide, **arguments, lm_head=True, checkpointing=False) == 2 * layer + ends + big_head
-    assert training_bytes(wide, **arguments, lm_head=False, checkpointing=False) == 2 * layer + ends + mlp_gradients
+    assert training_bytes(wide, **arguments, lm_head=True, checkpointed_layers=0) == 2 * layer + ends + big_head
+    assert training_bytes(wide, **arguments, lm_head=False, checkpointed_layers=0) == 2 * layer + ends + mlp_gradients
 
 
 def test_states_by_hand() -> None:
@@ -100,7 +104,7 @@ def test_states_by_hand() -> None:
 
     def of(stage: int, ranks: int, **settings: object) -> tuple[float, float, float]:
         config = LearnerConfig(num_ranks=ranks, zero_stage=stage, **settings)  # type: ignore[arg-type]
-        memory = learner_memory(config, TOY, checkpointing=True)
+        memory = learner_memory(config, TOY, checkpointed_layers=2)
         return memory.weights, memory.gradients, memory.optimizer
 
     bucket = 1e9
@@ -120,18 +124,19 @@ def test_float32_gradients_by_hand() -> None:
     def of(stage: int, *, tokens: int = 1, float32: bool = True, element_bytes: int = 2) -> tuple[float, float, bool]:
         config = LearnerConfig(num_ranks=2, zero_stage=stage, micro_batch_tokens=tokens, logits_chunk_tokens=1)
         memory = learner_memory(
-            config, big, checkpointing=True, float32_gradients=float32, element_bytes=element_bytes, lm_head=True
+            config, big, checkpointed_layers=2, float32_gradients=float32, element_bytes=element_bytes, lm_head=True
         )
         return memory.gradients, memory.training, memory.float32_gradients
 
     head = training_bytes(
-        big, tokens=1, chunk=1, lm_head=True, checkpointing=True, compiled=False, element_bytes=2
+        big, tokens=1, chunk=1, lm_head=True, checkpointed_layers=2, compiled=True, element_bytes=2
     )  # of the pass itself, and more than the step's copies below
     assert of(1) == (4 * count, head, True)
     assert of(2) == (2 * count + 1e9, head, True)
     assert of(3) == (2 * count + 1e9, head, True)
     assert of(2, float32=False) == (count + 1e9, head, False)
-    assert of(2, element_bytes=4) == of(2, float32=False, element_bytes=4) != of(2)
+    for stage in (1, 2):
+        assert of(stage, element_bytes=4) == of(stage, float32=False, element_bytes=4) != of(stage)
     assert of(2, float32=False, element_bytes=4)[2], "a float32 model's gradients are float32"
 
 
@@ -142,10 +147,12 @@ def test_what_a_step_copies_by_hand() -> None:
 
     def of(stage: int, float32: bool) -> float:
         config = LearnerConfig(num_ranks=2, zero_stage=stage, micro_batch_tokens=1)
-        return learner_memory(config, deep, checkpointing=True, lm_head=False, float32_gradients=float32).training
+        return learner_memory(
+            config, deep, checkpointed_layers=10**6, lm_head=False, float32_gradients=float32
+        ).training
 
     passing = training_bytes(
-        deep, tokens=1, chunk=1024, lm_head=False, checkpointing=True, compiled=False, element_bytes=2
+        deep, tokens=1, chunk=1024, lm_head=False, checkpointed_layers=10**6, compiled=True, element_bytes=2
     )
     assert passing < 4 * count / 2
     assert of(1, False) == of(2, False) == of(3, False) == 6 * count / 2  # a flat bfloat16 copy, and one in float32
@@ -178,45 +185,53 @@ def test_a_publish_by_hand() -> None:
 
 
 def test_forward_by_hand() -> None:
-    assert forward_bytes(TOY, tokens=100, chunk=3, lm_head=True, element_bytes=2) == 100 * 168 + 3 * 10 * 2
-    assert forward_bytes(TOY, tokens=100, chunk=3, lm_head=False, element_bytes=2) == 100 * 168
+    assert forward_bytes(TOY, tokens=100, chunk=3, lm_head=True, element_bytes=2) == 100 * 160 + 3 * 10 * 2
+    assert forward_bytes(TOY, tokens=100, chunk=3, lm_head=False, element_bytes=2) == 100 * 160
+
+
+def test_what_a_rank_holds_by_hand() -> None:
+    """A rank's training and its scoring are never at the same time; offloaded state counts in training alone."""
+    memory = RoleMemory(1.0, gradients=2.0, optimizer=4.0, training=100.0, scoring=50.0, kv_cache=8.0, other=16.0)
+    assert memory.allocated == 107
+    assert memory.idle == 31
+    assert memory.scores == pytest.approx(31 + 54)
+    assert memory.peak == pytest.approx(31 + 108)
+    scores_more = dataclasses.replace(memory, training=50.0, scoring=100.0, offloads=True)
+    assert scores_more.allocated == 107
+    assert scores_more.idle == 27
+    assert scores_more.scores == pytest.approx(27 + 108)
+    assert scores_more.peak == pytest.approx(31 + 108)
+
+
+def test_an_engines_rank_by_hand() -> None:
+    """Weights are divided among the ranks, and the cache takes what is left of each rank's share."""
+    weights = 2 * TOY.parameters(lm_head=True) / 2
+    memory = rollout_memory(TOY, budget_bytes=10 * GIB, tensor_parallel_size=2)
+    assert (memory.weights, memory.kv_cache) == (weights, 8 * GIB - weights)
+    bounded = rollout_memory(TOY, budget_bytes=10 * GIB, tensor_parallel_size=1, cache_tokens=100)
+    assert bounded.kv_cache == pytest.approx(1.1 * 100 * 2 * 2 * 2 * 2)  # key and value, 2 layers, one head of 2
+    assert rollout_memory(TOY, budget_bytes=GIB, tensor_parallel_size=1, cache_tokens=100).kv_cache < 0
 
 
 # Against benchmarks/RESULTS.md: one H200, allocated GiB.
 
-# The benchmark ran its settings in one process, and engines outlive `destroy` (tested on CPU: ZeRO-3's forever, the
-# others' until a garbage collection). So a later row holds the weights and optimiser state of the engines before it,
-# a ZeRO-3 engine its gradients too.
-FULL = LearnerConfig(zero_stage=3, micro_batch_tokens=16384)
-PLAIN = LearnerConfig(zero_stage=1, micro_batch_tokens=16384)
-COMPILED = LearnerConfig(zero_stage=1, micro_batch_tokens=16384, compile=True)
-MEASURED = [  # shape, settings, checkpointing, GiB, engines left over: (ZeRO-3, ZeRO-1)
-    (QWEN_05B, FULL, True, 11.1, (0, 0)),
-    (QWEN_05B, FULL, False, 39.0, (1, 0)),
-    (QWEN_05B, PLAIN, False, 46.3, (2, 0)),
-    (QWEN_05B, COMPILED, False, 37.7, (2, 0)),
-    (QWEN_05B, dataclasses.replace(COMPILED, micro_batch_tokens=32768), False, 56.8, (2, 1)),
-    (QWEN_05B, dataclasses.replace(COMPILED, logits_chunk_tokens=4096), False, 53.2, (2, 2)),
-    (QWEN_05B, COMPILED, False, 25.0, (0, 0)),
-    (QWEN_05B, dataclasses.replace(COMPILED, micro_batch_tokens=32768), False, 45.0, (0, 1)),
-    (QWEN_15B, FULL, True, 29.6, (0, 0)),
-    (QWEN_15B, COMPILED, False, 76.0, (1, 0)),
+MEASURED = [  # shape, ranks, ZeRO stage, checkpointed layers, tokens of the fullest micro-batch, GiB
+    (QWEN_15B, 1, 1, 0, 14378, 53.4),
+    (QWEN_15B, 1, 3, 0, 14378, 53.4),
+    (QWEN_15B, 1, 1, 0, 32712, 88.8),
+    (QWEN_15B, 2, 3, 0, 14378, 43.9),
+    (QWEN_7B, 2, 3, 28, 12166, 65.6),
+    (QWEN_7B, 2, 3, 4, 12166, 107.0),
 ]
 
 
-@pytest.mark.parametrize(("shape", "config", "checkpointing", "measured", "left_over"), MEASURED)
+@pytest.mark.parametrize(("shape", "ranks", "stage", "layers", "tokens", "measured"), MEASURED)
 def test_learner_as_measured(
-    shape: dict[str, object],
-    config: LearnerConfig,
-    checkpointing: bool,
-    measured: float,
-    left_over: tuple[int, int],
+    shape: dict[str, object], ranks: int, stage: int, layers: int, tokens: int, measured: float
 ) -> None:
-    model = shape_of(shape)
-    count = model.parameters(lm_head=True) / GIB
-    own = measured - left_over[0] * 16 * count - left_over[1] * 14 * count
-    predicted = learner_memory(config, model, checkpointing=checkpointing).allocated / GIB
-    assert 0.97 * own < predicted < 1.15 * own, f"predicted {predicted:.1f}, measured {own:.1f} GiB"
+    config = LearnerConfig(num_ranks=ranks, zero_stage=stage)
+    memory = learner_memory(config, shape_of(shape), checkpointed_layers=layers, tokens=tokens)
+    assert memory.allocated / GIB == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize(("chunk", "lm_head", "measured"), [(4096, True, 2.8), (0, False, 1.7)])
@@ -256,11 +271,11 @@ def test_small_model_needs_no_checkpointing_and_no_offload(tmp_path: Path) -> No
     plan = plan_memory(with_shape(tmp_path, QWEN_05B, "grpo_0.5b_1gpu.yaml"), 80 * GIB)
     assert plan is not None
     plan.check()
-    assert not plan.checkpointing["learner"].on
+    assert plan.checkpointing["learner"].layers == 0
     assert not plan.roles["learner"].offloads
     settings = plan.settings("learner")
-    assert (settings.gradient_checkpointing, settings.offload_when_idle) == (False, False)
-    assert "checkpointing off" in plan.describe("learner")
+    assert (settings.checkpointed_layers, settings.offload_when_idle, settings.compile) == (0, False, True)
+    assert "checkpointing in 0 of 24 layers" in plan.describe("learner")
 
 
 def test_largest_rollout_fraction_leaves_a_tenth(tmp_path: Path) -> None:
@@ -297,20 +312,27 @@ def test_recipe_of_two_nodes_fits_and_checkpoints(tmp_path: Path) -> None:
     assert plan is not None
     plan.check()
     choice = plan.checkpointing["learner"]
-    assert choice.on
+    assert 0 < choice.layers < 28
     assert choice.needed > choice.left
 
 
-def test_float32_gradients_where_nothing_else_gives_way_for_them(tmp_path: Path) -> None:
-    """On ever smaller GPUs they go first, then checkpointing comes and makes room for them, then they go again."""
-    config = with_shape(tmp_path, QWEN_15B, "grpo_7b_2x8a100.yaml", "learner.num_ranks=1", "learner.zero_stage=2")
-    choices = []
-    for device_gib in range(100, 30, -1):
-        plan = plan_memory(config, device_gib * GIB)
-        assert plan is not None
-        choices.append((plan.settings("learner").float32_gradients, plan.checkpointing["learner"].on))
-    distinct = list(dict.fromkeys(choices))
-    assert distinct == [(True, False), (False, False), (True, True), (False, True)]
+def test_float32_gradients_where_they_cost_at_most_a_tenth_of_the_layers(tmp_path: Path) -> None:
+    taken = []
+    for device_gib in range(100, 30, -6):
+
+        def decided(*overrides: str, device_gib: int = device_gib) -> LearnerConfig:
+            settings = ("learner.num_ranks=1", "learner.zero_stage=2", *overrides)
+            plan = plan_memory(with_shape(tmp_path, QWEN_15B, "grpo_7b_2x8a100.yaml", *settings), device_gib * GIB)
+            assert plan is not None
+            return plan.settings("learner")
+
+        narrow, wide = (decided(f"learner.float32_gradients={word}") for word in ("false", "true"))
+        assert narrow.checkpointed_layers is not None and wide.checkpointed_layers is not None
+        cheap = wide.checkpointed_layers <= narrow.checkpointed_layers + 2 and wide.checkpointed_layers < 28
+        assert decided().float32_gradients == cheap
+        taken.append(cheap)
+    assert taken[0]
+    assert False in taken
 
 
 @pytest.mark.parametrize(
@@ -320,7 +342,7 @@ def test_float32_gradients_where_nothing_else_gives_way_for_them(tmp_path: Path)
         (("learner.float32_gradients=false",), "bfloat16"),
         (("learner.zero_stage=0",), "bfloat16"),
         (("learner.zero_stage=2", "learner.offload_optimizer=true"), "bfloat16"),
-        (("learner.zero_stage=3", "learner.compile=false", "learner.offload_optimizer=true"), "float32"),
+        (("learner.zero_stage=3", "learner.offload_optimizer=true"), "float32"),
     ],
 )
 def test_where_gradients_add_up_in_float32(tmp_path: Path, overrides: tuple[str, ...], word: str) -> None:
@@ -331,21 +353,40 @@ def test_where_gradients_add_up_in_float32(tmp_path: Path, overrides: tuple[str,
 
 
 def test_checkpointing_is_as_asked(tmp_path: Path) -> None:
-    config = with_shape(tmp_path, QWEN_05B, "grpo_0.5b_1gpu.yaml", "learner.gradient_checkpointing=true")
+    config = with_shape(tmp_path, QWEN_05B, "grpo_0.5b_1gpu.yaml", "learner.checkpointed_layers=5")
     plan = plan_memory(config, 80 * GIB)
     assert plan is not None
-    assert plan.checkpointing["learner"].on
+    assert plan.settings("learner").checkpointed_layers == 5
+
+
+def test_as_few_layers_are_checkpointed_as_memory_asks_for(tmp_path: Path) -> None:
+    """One fewer would not fit into 90 % of the GPU."""
+    fixed = "learner.float32_gradients=false"
+    for device_gib in (50, 60, 70, 80):
+        plan = plan_memory(with_shape(tmp_path, QWEN_7B, "grpo_7b_2x8a100.yaml", fixed), device_gib * GIB)
+        assert plan is not None
+        layers = plan.settings("learner").checkpointed_layers
+        assert layers is not None
+        assert 0 < layers < 28
+        assert plan.gpus["learner"]["train"] <= 0.9 * device_gib * GIB
+        one_fewer = fixed, f"learner.checkpointed_layers={layers - 1}"
+        fewer = plan_memory(with_shape(tmp_path, QWEN_7B, "grpo_7b_2x8a100.yaml", *one_fewer), device_gib * GIB)
+        assert fewer is not None
+        assert fewer.gpus["learner"]["train"] > 0.9 * device_gib * GIB
 
 
 def test_the_critic_has_its_own_choice(tmp_path: Path) -> None:
-    """On a small GPU one of the two can do without, and the learner is asked first."""
+    """On a small GPU one of the two can do without checkpointing, and the learner is asked first."""
     config = with_shape(tmp_path, QWEN_05B, "ppo_0.5b_1gpu.yaml", f"reward.model.path={tmp_path}")
     choices = []
     for device_gib in (40, 60, 80):
         plan = plan_memory(config, device_gib * GIB)
         assert plan is not None
-        choices.append((plan.checkpointing["learner"].on, plan.checkpointing["critic"].on))
-    assert choices == [(True, True), (False, True), (False, False)]
+        choices.append((plan.checkpointing["learner"].layers, plan.checkpointing["critic"].layers))
+    small, middle, large = choices
+    assert 0 < small[0] < small[1] < 24
+    assert middle[0] == 0 < middle[1]
+    assert large == (0, 0)
 
 
 def test_optimiser_leaves_where_vllm_cannot_wake_beside_it(tmp_path: Path) -> None:
@@ -358,6 +399,9 @@ def test_optimiser_leaves_where_vllm_cannot_wake_beside_it(tmp_path: Path) -> No
     assert without is not None
     saved = without.gpus["shared"]["generate"] - plan.gpus["shared"]["generate"]
     assert saved == pytest.approx(plan.roles["learner"].optimizer)
+    wanted = with_shape(tmp_path, QWEN_05B, "grpo_0.5b_1gpu.yaml", "learner.offload_when_idle=true")
+    roomy = plan_memory(wanted, 80 * GIB)
+    assert roomy is not None and roomy.settings("learner").offload_when_idle
 
 
 @pytest.mark.parametrize(
@@ -367,8 +411,8 @@ def test_optimiser_leaves_where_vllm_cannot_wake_beside_it(tmp_path: Path) -> No
         (
             QWEN_7B,
             "grpo_7b_2x8a100.yaml",
-            ["learner.gradient_checkpointing=false"],
-            ["learner:", "set learner.gradient_checkpointing=null", "lower learner.micro_batch_tokens"],
+            ["learner.checkpointed_layers=0"],
+            ["learner:", "set learner.checkpointed_layers=null", "lower learner.micro_batch_tokens"],
         ),
         (
             QWEN_7B,
@@ -400,6 +444,38 @@ def test_what_does_not_fit_is_one_line_with_the_key(
     assert "\n" not in str(caught.value)
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("gpu", ["learner", "shared"])
+def test_a_phase_may_fill_the_gpu_and_not_a_byte_more(gpu: str) -> None:
+    config = load_config(CONF / "grpo_tiny.yaml", ["model.path=x"])
+    roles = {"learner": RoleMemory(1.0, training=2.0), "rollout": RoleMemory(1.0, kv_cache=1.0)}
+    on = {"learner": Checkpointing(layers=1, num_layers=2, needed=0.0, left=0.0)}
+
+    def plan(needed: float) -> MemoryPlan:
+        return MemoryPlan(config, 8 * GIB, roles, {gpu: {"generate": 1.0, "score": needed, "train": 2.0}}, on)
+
+    for role in (None, "learner"):
+        plan(8 * GIB).check(role)
+        with pytest.raises(ConfigError, match=r"^learner.*: 8\.0 GiB predicted to score, the GPU has 8\.0; lower "):
+            plan(8 * GIB + 1).check(role)
+
+
+@pytest.mark.parametrize(
+    ("scoring", "key"),
+    [
+        ({"learner": 1.0, "reference": 3.0, "reward_model": 2.0}, "reference"),
+        ({"learner": 1.0, "reference": 2.0, "reward_model": 3.0}, "reward.model"),
+        ({"learner": 1.0, "reward_model": 2.0}, "reward.model"),
+        ({"learner": 2.0, "reward_model": 1.0}, "learner"),
+    ],
+)
+def test_the_remedy_for_scoring_names_the_model_that_takes_the_most(scoring: dict[str, float], key: str) -> None:
+    config = load_config(CONF / "grpo_tiny.yaml", ["model.path=x"])
+    roles = {role: RoleMemory(9.0 - size, scoring=size) for role, size in scoring.items()}
+    plan = MemoryPlan(config, GIB, roles, {"shared": {"score": 2 * GIB}}, {})
+    with pytest.raises(ConfigError, match=rf"lower {key}\.micro_batch_tokens, or use placement\.mode=separate"):
+        plan.check()
 
 
 def test_a_kind_that_asks_for_other_gpus_is_not_judged_by_these(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 from jobs.prepare import prepare_tiny
 from rlhf.batch import TrainBatch
 from rlhf.errors import ConfigError
-from rlhf.models.attention import repeat_heads
 from rlhf.models.families import LogitShape
 from rlhf.models.heads import ScalarHead
 from rlhf.models.inputs import packed_inputs
@@ -61,7 +60,7 @@ def one_at_a_time(model: torch.nn.Module, batch: TrainBatch) -> tuple[torch.Tens
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointed", [0, 1, 2], ids="{} checkpointed".format)
 @pytest.mark.parametrize("chunk_tokens", [4, 1024])
 @pytest.mark.parametrize(("sequences", "share_prompts"), [("batch", False), ("groups", False), ("groups", True)])
 def test_packed_equals_one_sequence_at_a_time(
@@ -70,14 +69,15 @@ def test_packed_equals_one_sequence_at_a_time(
     sequences: str,
     share_prompts: bool,
     chunk_tokens: int,
-    checkpointing: bool,
+    checkpointed: int,
 ) -> None:
     batch: TrainBatch = request.getfixturevalue(sequences)
     policy = load_policy(
         str(tiny_model_dir), dtype=torch.float32, temperature=TEMPERATURE, chunk_tokens=chunk_tokens
     ).train()
-    if checkpointing:
-        policy.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if checkpointed:
+        policy.checkpoint_layers(checkpointed)
+        assert [layer.gradient_checkpointing for layer in policy.layers] == [True, checkpointed == 2]
     plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir).train()
     logprobs, entropy = policy(packed_inputs(batch, CPU, share_prompts=share_prompts))
     expected, expected_entropy = one_at_a_time(plain, batch)
@@ -154,14 +154,6 @@ def test_packed_inputs_with_a_shared_prompt_by_hand() -> None:
     assert inputs.targets.tolist() == [12, 13, 14, 21]
     alone = packed_inputs(batch.select([2]), CPU, share_prompts=True)
     assert alone.attended is None, "nobody shares anything"
-
-
-@pytest.mark.parametrize("repeats", [1, 3])
-def test_repeated_heads_lie_side_by_side(repeats: int) -> None:
-    grouped = torch.randn(5, 2, 4, generator=torch.Generator().manual_seed(0))
-    repeated = repeat_heads(grouped.transpose(0, 1).contiguous().transpose(0, 1), repeats)
-    assert repeated.is_contiguous()
-    assert torch.equal(repeated, grouped.repeat_interleave(repeats, dim=1))
 
 
 @pytest.mark.parametrize("shape", [LogitShape(), LogitShape(scale=0.6), LogitShape(scale=1.5, softcap=2.0)], ids=str)

@@ -65,6 +65,12 @@ def test_micro_batches_that_run_at_the_same_time_cost_about_the_same() -> None:
     assert list(zip(*plan, strict=True)) == [([3, 4], [0]), ([1], [2])]
 
 
+def test_a_micro_batch_without_room_for_a_long_sequence_may_take_a_short_one() -> None:
+    # at width 1, L tokens cost 12 L + L^2: 60 cost more than five times 15, which leave room for 5 more
+    plan = plan_micro_batches(whole([60, *[15] * 6, 5]), num_ranks=2, token_budget=80, hidden_size=1)
+    assert plan == [[[0, 6]], [[1, 2, 3, 4, 5, 7]]]
+
+
 def test_long_sequences_are_weighed_by_attention() -> None:
     # one long sequence costs more than its tokens in short ones: they must not share it out by token count
     lengths = [4000, *[100] * 40]

@@ -177,6 +177,16 @@ def test_a_critic_s_settings_matter_where_there_is_one(build: Any, tiny_tokenize
     assert "critic.optimizer.betas [0.9, 0.95] -> [0.8, 0.9] (the optimizer's moments were computed with it" in message
 
 
+def test_a_critic_of_another_shape_is_another_run_s(
+    build: Any, tiny_tokenizer: Any, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(tiny_model_dir, tmp_path / "other")
+    shape = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(shape | {"rope_theta": 5.0}))
+    old, new = build(recipe="ppo_tiny"), build(f"critic.path={other}", recipe="ppo_tiny")
+    assert "(config.json of critic.path)" in refusal(old, new, tiny_tokenizer)
+
+
 def test_an_adapted_beta_is_the_checkpoint_s(build: Any, tiny_tokenizer: Any) -> None:
     old, new = (build(f"algorithm.beta={beta}", recipe="ppo_tiny") for beta in (0.1, 0.2))
     assert "changed: algorithm.beta 0.1 -> 0.2" in resumed(old, new, tiny_tokenizer, algorithm={})
@@ -303,7 +313,12 @@ def test_a_run_that_ended_before_its_model_was_written_may_still_write_it(build:
     leave_checkpoint(config, 5)
     with pytest.raises(ConfigError, match="already holds step 5 of 5"):
         start(config)
-    Path(config.run_dir, "summary.json").unlink()
+    summary = Path(config.run_dir, "summary.json")
+    for outcome in ({"status": "interrupted", "steps": 5}, {"status": "completed", "steps": 4}):
+        summary.write_text(json.dumps(outcome))
+        with pytest.raises(NotImplementedError):
+            start(config)
+    summary.unlink()
     with pytest.raises(NotImplementedError):
         start(config)
 

@@ -307,6 +307,13 @@ class RandomHistory(RuleBasedStateMachine):
                 assert group.id in self.scheduler.workers[holder].groups
 
     @invariant()
+    def work_adds_up(self) -> None:
+        for worker in self.scheduler.workers.values():
+            held = [self.scheduler.groups[i] for i in worker.groups]
+            assert worker.samples == sum(len(group.missing) for group in held)
+            assert worker.prompt_tokens == sum(group.prompt_tokens for group in held)
+
+    @invariant()
     def nothing_is_lost(self) -> None:
         for group, samples in self.given.items():
             done = {sample for owner, sample in self.accepted if owner == group}

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import ray
 from ray.exceptions import ActorDiedError
 
 from actors.rollouts.engine import Request
@@ -243,6 +244,34 @@ def test_completions_are_accepted_once(crew: MakeCrew) -> None:
     assert pool.hear() == [(group, 1, last)]
     assert pool.actors[0].given("collect") == [(1.0,)] * 4, "asked again after every report"
     assert not pool.actors[0].given("abort"), "nobody else held it"
+
+
+@pytest.mark.parametrize(("silence_s", "wait_s"), [(300, 5.0), (4, 1.0)])
+def test_workers_of_a_large_pool_report_less_often_but_before_they_count_as_silent(
+    crew: MakeCrew, silence_s: int, wait_s: float
+) -> None:
+    pool = crew("rollout.num_workers=250", f"timeouts.worker_silence_s={silence_s}")
+    pool.come_up()
+    assert {actor.given("collect")[-1] for actor in pool.actors} == {(wait_s,)}
+
+
+def test_nobody_listens_to_a_worker_that_has_ended(crew: MakeCrew) -> None:
+    pool = crew("rollout.num_workers=2")
+    pool.factory.answers["submit"] = IN_FLIGHT
+    pool.come_up()
+    pool.supervisor.send({0: [Request("0.0", 0, [1], 0)]})
+    pool.die(0)
+    assert set(pool.supervisor.refs().values()) == {1}
+
+
+def test_answers_that_are_there_are_taken_together(crew: MakeCrew, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = crew("rollout.num_workers=20")
+    pool.come_up()
+    asked, wait = [], ray.wait
+    monkeypatch.setattr(ray, "wait", lambda refs, **options: asked.append(len(refs)) or wait(refs, **options))
+    workers = pool.scheduler.in_state(State.LIVE)
+    assert len(pool.supervisor.call(workers, "sleep", "going to sleep")) == 20
+    assert asked == [20, 19]
 
 
 def test_of_two_workers_with_the_same_group_the_slower_drops_it(crew: MakeCrew) -> None:

@@ -1,0 +1,72 @@
+"""The trained model as a Hugging Face directory, gathered and written one shard at a time."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from rlhf.models.packed import PackedModel
+from rlhf.training.weights import gather, named_parameters
+
+MAX_SHARD_BYTES = 5 * 10**9  # of one file, unless a single parameter is larger
+WEIGHTS = "model{suffix}.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def export(model: PackedModel, directory: str | Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Writes what ``from_pretrained`` loads. Collective, and the directory's parent is shared by all ranks.
+
+    Shards are dealt out to the ranks, each of which holds one at a time. What was in ``directory`` is replaced when
+    everything is written.
+    """
+    rank, num_ranks, final = dist.get_rank(), dist.get_world_size(), Path(directory)
+    partial = final.with_name(f".partial-{final.name}")
+    parameters = dict(named_parameters(model))
+    shapes = {
+        name: torch.empty(getattr(p, "ds_shape", p.shape), dtype=p.dtype, device="meta")
+        for name, p in parameters.items()
+    }
+    split = split_torch_state_dict_into_shards(shapes, filename_pattern=WEIGHTS, max_shard_size=max_shard_bytes)
+    shards = list(split.filename_to_tensors.items())
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        with model.original_config():
+            model.lm.save_pretrained(partial, state_dict={})  # all but the weights
+    dist.barrier()
+    for first in range(0, len(shards), num_ranks):
+        held: dict[str, Tensor] = {}
+        for owner, (_, names) in enumerate(shards[first : first + num_ranks]):
+            for name in names:
+                whole = gather(parameters[name])
+                if owner == rank:
+                    held[name] = whole.to("cpu", copy=True)
+        if held:
+            _write_shard(model, partial / shards[first + rank][0], held)
+    dist.barrier()
+    if rank == 0:
+        if split.is_sharded:
+            _write_index(partial, [file for file, _ in shards], split.metadata)
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+    dist.barrier()
+
+
+def _write_shard(model: PackedModel, path: Path, held: dict[str, Tensor]) -> None:
+    """The tensors, with the names and the layout that transformers gives them in files."""
+    save_file(revert_weight_conversion(model.lm, held), path, metadata={"format": "pt"})
+
+
+def _write_index(directory: Path, files: list[str], metadata: dict[str, int]) -> None:
+    """Which file holds which tensor, by the names in the files."""
+    weight_map = {}
+    for file in files:
+        with safe_open(directory / file, framework="pt") as tensors:
+            weight_map |= dict.fromkeys(tensors.keys(), file)
+    (directory / INDEX).write_text(json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n")

@@ -1,0 +1,114 @@
+"""Writes checkpoints while training goes on: their tensors are copied to host memory, from where a thread writes them.
+
+DeepSpeed decides what is saved and reads it back; only how the files come to be is ours.
+"""
+
+import io
+import os
+import pickle
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
+from torch import Tensor
+
+from rlhf.checkpoint import Written, sync_directory
+from rlhf.training.host_memory import HostBuffers, view_like
+
+
+class StagedFile(NamedTuple):
+    """What one file will hold, out of reach of later steps."""
+
+    path: str
+    pickled: bytes  # all but the tensors
+    tensors: list[Tensor]  # on the host
+
+
+class StagedWriter(TorchCheckpointEngine):
+    """The checkpoint engine of a DeepSpeed engine: ``save_checkpoint`` returns when everything is copied.
+
+    The host memory is used again for every checkpoint, so the next one waits until this one is written.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._buffers, self._used = HostBuffers(), 0
+        self._staged: list[StagedFile] = []
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._written: Future[Written] | None = None
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        """Begins a checkpoint, as soon as the one before is written."""
+        if self._written is not None:
+            self._written.exception()  # waits
+        self._written, self._staged, self._used = None, [], 0
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Copies what the file will hold. Tensors that share memory share its copy."""
+        file = io.BytesIO()
+        pickler = _Pickler(file)
+        pickler.dump(state_dict)
+        copies: dict[int, Tensor] = {}
+        for tensor in pickler.tensors:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in copies:
+                copies[storage.data_ptr()] = self._buffers.copy(self._used, storage)
+                self._used += 1
+        tensors = [view_like(tensor, copies[tensor.untyped_storage().data_ptr()]) for tensor in pickler.tensors]
+        self._staged.append(StagedFile(path, file.getvalue(), tensors))
+
+    def commit(self, info: CheckpointCommitInfo) -> Literal[True]:
+        """Begins to write the files."""
+        self._written = self._thread.submit(_write, self._staged)
+        self._staged = []
+        return True
+
+    def finish(self, *, wait: bool) -> Written | None:
+        """What was written since the last ``commit``; None if it still is being written and the caller does not wait.
+
+        Raises what the writing raised.
+        """
+        assert self._written is not None, "nothing was saved"
+        return self._written.result() if wait or self._written.done() else None
+
+
+def _write(files: Sequence[StagedFile]) -> Written:
+    began_s, num_bytes = time.perf_counter(), 0
+    for staged in files:
+        state_dict = _Unpickler(staged).load()
+        # by Python's file: given a path, torch.save takes the GIL for every few bytes
+        with open(staged.path, "wb") as file:
+            torch.save(state_dict, file)
+            file.flush()
+            os.fsync(file.fileno())
+            num_bytes += file.tell()
+    for directory in {Path(staged.path).parent for staged in files}:
+        sync_directory(directory)
+    return Written(time.perf_counter() - began_s, num_bytes)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles everything but tensors, which it collects and replaces by their numbers."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, Tensor):
+            return None
+        self.tensors.append(obj)
+        return len(self.tensors) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, staged: StagedFile) -> None:
+        super().__init__(io.BytesIO(staged.pickled))
+        self._tensors = staged.tensors
+
+    def persistent_load(self, pid: int) -> Tensor:
+        return self._tensors[pid]

@@ -1,0 +1,13 @@
+"""A whole model in one place, which no rank of ours ever holds."""
+
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf.models.packed import PackedModel
+from rlhf.training.weights import gather, named_parameters
+
+
+def gathered_state_dict(model: PackedModel) -> dict[str, Tensor] | None:
+    """Every parameter once, by Hugging Face name, on rank 0; None elsewhere. Collective."""
+    state = {name: gather(parameter).clone() for name, parameter in named_parameters(model)}
+    return state if dist.get_rank() == 0 else None
