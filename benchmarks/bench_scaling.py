@@ -1,7 +1,7 @@
 """More GPUs, more speed? Whole runs of ``rlhf train`` on 1 to --gpus GPUs of one host, one row each.
 
 python -m benchmarks.bench_scaling MODEL_DIR [KEY=VALUE ...] --gpus 4 [--parts colocate ...] [--counts 1 4] [--out FILE]
-python -m benchmarks.bench_scaling --tiny MODEL_DIR          # three minutes on two CPU cores; what the test runs
+python -m benchmarks.bench_scaling --tiny MODEL_DIR          # three minutes on two CPU cores
 
 separate   one learner GPU and 1 to N-1 rollout GPUs, each with the same number of sequences: tokens/s of the pool, and
            its efficiency over one GPU's
@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument(
         "--counts", nargs="+", type=int, help="only these numbers of GPUs (in separate and overlap: rollout GPUs)"
     )
-    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="all of them; with --tiny, all but colocate")
     parser.add_argument("--engines", type=int, default=2, help="per GPU shared by learner and engines")
     parser.add_argument("--prompts", type=int, default=64, help="per rollout GPU; in the overlap part, in total")
     parser.add_argument("--group", type=int, default=8)
@@ -185,10 +185,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.tiny:
-        vars(args).update(
-            gpus=2, parts=["separate", "overlap", "recovery"], prompts=2, group=4, completion=8, steps=3, staleness=0
-        )
+        vars(args).update(gpus=2, prompts=2, group=4, completion=8, steps=3, staleness=0)
         args.settings = [*TINY_SETTINGS, *args.settings]
+    args.parts = args.parts or [part for part in PARTS if not (args.tiny and part == "colocate")]
     args.counts = sorted(args.counts or [])
     scaling = Scaling(args)
     facts = {name: getattr(args, name) for name in ("prompts", "group", "completion", "staleness")}

@@ -42,12 +42,15 @@ class FakeEngine:
     ``hang`` and ``corrupt``: directly, or through ``EngineLoop.call`` where the engine is in an actor.
     """
 
-    def __init__(self, spec: WorkerSpec, *, num_steps: int | None = None, runs_ahead: bool = False) -> None:
+    def __init__(
+        self, spec: WorkerSpec, *, num_steps: int | None = None, runs_ahead: bool = False, poison: int | None = None
+    ) -> None:
         """``num_steps``: how many it may take before ``allow``; None: any number.
 
         ``runs_ahead``: it samples one more step when paused, like an engine in a process of its own.
+        ``poison``: id of a prompt that no engine survives: a step with it raises.
         """
-        self._spec, self._runs_ahead = spec, runs_ahead
+        self._spec, self._runs_ahead, self._poison = spec, runs_ahead, poison
         self._running: dict[str, tuple[Request, list[int]]] = {}
         self._paused = False
         self._awake = {"weights", "cache"}
@@ -104,6 +107,8 @@ class FakeEngine:
         assert not self._paused and self._awake == {"weights", "cache"}
         if self._error is not None:
             raise self._error
+        if any(request.prompt_id == self._poison for request, _ in self._running.values()):
+            raise RuntimeError("this group is poison")
         if not self.released.is_set():
             self.hanging.set()
             self.released.wait()

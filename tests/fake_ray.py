@@ -4,7 +4,6 @@
 """
 
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -18,18 +17,11 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from actors.rollouts.engine import Completion
 from actors.rollouts.engine_loop import Report
 from actors.rollouts.factory import Launch
+from tests.clock import Clock
 
 IN_FLIGHT = object()  # the answer of a call that has not ended
 PATIENCE_S = 10.0  # for what another thread is about to do
 CHECKSUM = 45  # of the one bucket that fake learners send
-
-
-class Clock:
-    """``time.monotonic``, as it passes where a test says so."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_s = 1000.0
-        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
 
 
 @dataclass(eq=False)

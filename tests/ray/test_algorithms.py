@@ -25,8 +25,9 @@ def metrics_of(run_dir: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.long
-def test_ppo_raises_the_reward(ray_session, tiny_config) -> None:
-    config = tiny_config("num_steps=18", recipe="ppo_tiny")
+def test_ppo_raises_the_reward_and_adapts_beta_to_the_kl(ray_session, tiny_config) -> None:
+    adaptive = ("algorithm.beta=0.001", "algorithm.kl_target=3", "algorithm.kl_horizon=640")
+    config = tiny_config("num_steps=18", *adaptive, recipe="ppo_tiny")
     summary = train(config)
     assert summary["eval_before"]["reward"] < 0.55
     assert summary["eval_after"]["reward"] > REWARD_BOUND
@@ -35,8 +36,13 @@ def test_ppo_raises_the_reward(ray_session, tiny_config) -> None:
     assert metrics[0]["val/ratio"] == pytest.approx(1, abs=0.05)
     assert metrics[0]["objective/kl"] == pytest.approx(0, abs=1e-3), "policy and reference start as one"
     assert metrics[-1]["loss/value_avg"] < metrics[0]["loss/value_avg"] / 3
-    score, penalty = metrics[-1]["objective/scores"], metrics[-1]["objective/non_score_reward"]
-    assert metrics[-1]["objective/rlhf_reward"] == pytest.approx(score + penalty, abs=1e-5)
+    beta = 0.001
+    for m in metrics:  # of 64 sequences each
+        assert m["objective/kl_coef"] == pytest.approx(beta)
+        assert m["objective/scores"] == pytest.approx(m["reward"], abs=1e-5)
+        assert m["objective/rlhf_reward"] == pytest.approx(m["reward"] - beta * m["objective/kl"], abs=1e-5)
+        beta *= 1 + max(-0.2, min(0.2, m["objective/kl"] / 3 - 1)) * 64 / 640
+    assert metrics[1]["objective/kl_coef"] < 0.001 < metrics[-1]["objective/kl_coef"], "below the target, then above"
     assert (Path(config.run_dir) / "critic" / "config.json").is_file(), "the critic is saved beside the policy"
 
 

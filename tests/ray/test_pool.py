@@ -11,7 +11,6 @@ import pytest
 import ray
 
 from benchmarks.common import actor_pids, python_module, steps_of
-from rlhf.errors import ActorError
 from tests.ray.chaos import PHASES, Killer, RecordedRun, recorded_run, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -49,6 +48,7 @@ def test_weights_change_under_running_completions(ray_session: None, tiny_config
     assert not notes
 
 
+@pytest.mark.long
 def test_a_death_changes_nothing_on_policy(ray_session: None, tiny_config) -> None:
     """The same completions from one worker, and from two of which one dies in the middle."""
     sampled = []
@@ -92,30 +92,6 @@ def test_a_worker_that_hangs_is_replaced(ray_session: None, tiny_config) -> None
         check_consumed_once(run)
     assert len(notes) == 1
     assert "timeouts.worker_silence_s" in notes[0] or "timeouts.publish_s" in notes[0], notes
-
-
-POISON = """
-from vllm.v1.core.sched.scheduler import Scheduler
-
-class Poisoned(Scheduler):
-    def schedule(self, *args, **kwargs):
-        if any(name.startswith("3.") for name in self.requests):  # of the fourth group
-            raise RuntimeError("this group is poison")
-        return super().schedule(*args, **kwargs)
-"""
-
-
-def test_a_group_that_no_worker_survives_ends_the_run(
-    ray_session: None, tiny_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "poison.py").write_text(POISON)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    poison = ("rollout.max_failures=2", "rollout.engine_args.scheduler_cls=poison.Poisoned")
-    config = tiny_config(*poison, "learner.num_ranks=1", "algorithm.beta=0")
-    message = r"2 workers in a row failed while sampling prompt \d+ \(rollout.max_failures\); .*this group is poison"
-    with pytest.raises(ActorError, match=message), recorded_run(config, notes := []) as run:
-        run.driver.run()
-    assert len(notes) == 2, notes
 
 
 @pytest.mark.long

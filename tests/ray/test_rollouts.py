@@ -2,6 +2,9 @@
 
 import contextlib
 import dataclasses
+import functools
+import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,13 @@ import ray
 from actors.control import RunControl
 from actors.group import Deadline, Member
 from actors.placement import Placement
+from actors.rollouts.engine import MakeEngine
 from actors.rollouts.factory import WorkerFactory
 from actors.rollouts.pool import RolloutPool
 from actors.weights.transports import Transfer
 from rlhf.batch import Prompt, Rollout
 from rlhf.config import Config
+from rlhf.errors import ActorError
 from rlhf.planning.topology import plan_topology
 from tests.fake_engine import FakeEngine, fake_spec, origin
 from tests.ray.chaos import until
@@ -40,7 +45,9 @@ class OneBucket:
 
 
 @contextlib.contextmanager
-def fake_pool(config: Config, notes: list[str], *, shares_gpus: bool = False) -> Iterator[RolloutPool]:
+def fake_pool(
+    config: Config, notes: list[str], *, shares_gpus: bool = False, make_engine: MakeEngine = FakeEngine
+) -> Iterator[RolloutPool]:
     """A pool whose workers are real actors with fake engines, serving version 1."""
     topology = plan_topology(config, "cpu")
     env = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
@@ -49,7 +56,7 @@ def fake_pool(config: Config, notes: list[str], *, shares_gpus: bool = False) ->
         placement = stack.enter_context(Placement(topology, timeout_s=60))
         control = RunControl(config.name, {"default": config.rollout.num_workers})
         stack.callback(control.close)
-        factory = WorkerFactory(config, topology, placement, lambda slot: env, lambda kind: spec, FakeEngine)
+        factory = WorkerFactory(config, topology, placement, lambda slot: env, lambda kind: spec, make_engine)
         pool = RolloutPool(config, factory, control, shares_gpus=shares_gpus, note=notes.append)
         stack.callback(pool.close)
         pool.launch()
@@ -61,7 +68,11 @@ def fake_pool(config: Config, notes: list[str], *, shares_gpus: bool = False) ->
 
 def sample(pool: RolloutPool, group_size: int) -> list[list[Rollout]]:
     """A group of every prompt, in their order."""
-    ids = pool.submit(PROMPTS, group_size=group_size)
+    return take(pool, pool.submit(PROMPTS, group_size=group_size))
+
+
+def take(pool: RolloutPool, ids: list[int]) -> list[list[Rollout]]:
+    """These groups, in their order."""
     groups: dict[int, list[Rollout]] = {}
     while waiting := set(ids) - groups.keys():
         groups |= pool.next_groups(waiting)
@@ -81,9 +92,16 @@ def ask_engine(member: Member, question: Callable[[FakeEngine], Any]) -> Any:
     return ray.get(member.handle.__ray_call__.remote(lambda actor: actor._loop.call(question)), timeout=60)
 
 
+def added(member: Member) -> set[str]:
+    """The requests that its engine was given."""
+    return {call[1] for call in ask_engine(member, lambda engine: engine.calls) if call[0] == "add"}
+
+
 def test_groups_come_back_whole_with_their_own_prompts(ray_session: None, tiny_config) -> None:
     with fake_pool(tiny_config(*SMALL, "rollout.num_workers=2"), notes := []) as pool:
         check(sample(pool, group_size=3), version=1)
+        for member in pool.members():
+            assert added(member), "both of them sampled"
         pool.publish(2)
         check(sample(pool, group_size=3), version=2)
     assert not notes
@@ -97,6 +115,34 @@ def test_workers_sleep_until_the_next_publish(ray_session: None, tiny_config) ->
         check(sample(pool, group_size=2), version=2)
         assert ("sleep",) in ask_engine(pool.members()[0], lambda engine: engine.calls)
     assert not notes
+
+
+def test_a_death_loses_no_group_and_changes_no_completion(ray_session: None, tiny_config) -> None:
+    """One of two workers dies with half of its completions sampled; the other has not begun."""
+    with fake_pool(tiny_config(*SMALL, "rollout.num_workers=2"), notes := []) as pool:
+        dies, lives = pool.members()
+        ask_engine(dies, lambda engine: engine.allow(2))
+        ask_engine(lives, lambda engine: engine.allow(0))
+        ids = pool.submit(PROMPTS, group_size=3)
+        until(lambda: set(ask_engine(dies, FakeEngine.running_tokens).values()) == {2}, 30, "two of four tokens each")
+        held = added(dies)
+        pid = ray.get(dies.handle.__ray_call__.remote(lambda actor: os.getpid()), timeout=60)
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: held <= added(lives), 60, "what it held being given to the other")
+        ask_engine(lives, lambda engine: engine.allow(1000))
+        check(take(pool, ids), version=1)
+        until(lambda: len(pool.members()) == 2, 60, "a new worker")
+        assert dies not in pool.members()
+    assert len(notes) == 1 and "died" in notes[0], notes
+
+
+def test_a_group_that_no_worker_survives_ends_the_run(ray_session: None, tiny_config) -> None:
+    config = tiny_config(*SMALL, "rollout.max_failures=2", "rollout.max_num_seqs=3")  # a group at a time
+    poisoned = functools.partial(FakeEngine, poison=3)
+    message = r"2 workers in a row failed while sampling prompt 3 \(rollout.max_failures\); .*this group is poison"
+    with fake_pool(config, notes := [], make_engine=poisoned) as pool, pytest.raises(ActorError, match=message):
+        sample(pool, group_size=3)
+    assert len(notes) == 2, notes
 
 
 def test_a_worker_that_hangs_in_a_step_is_replaced(ray_session: None, tiny_config) -> None:
@@ -126,6 +172,7 @@ def test_what_a_slow_worker_holds_is_done_by_another_and_then_dropped(ray_sessio
         check(sample(pool, group_size=3), version=1)  # one group at a time for each of the two
         until(lambda: not ask_engine(slow, FakeEngine.running_tokens), 10, "the slow worker being idle")
         calls = ask_engine(slow, lambda engine: engine.calls)
-    added, aborted = [c[1] for c in calls if c[0] == "add"], [set(c[1:]) for c in calls if c[0] == "abort"]
-    assert set(added) == aborted[0], "it never finished what it had"
+        held = added(slow)
+    aborted = [set(call[1:]) for call in calls if call[0] == "abort"]
+    assert held == aborted[0], "it never finished what it had"
     assert not notes

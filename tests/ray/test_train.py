@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -26,6 +27,7 @@ from rlhf.errors import ActorError, CheckpointError, ConfigError, DeadlineError,
 pytestmark = pytest.mark.ray
 
 ROOT = Path(__file__).resolve().parents[2]
+NUM_STEPS, SAVED = 20, 18  # of the whole run; it writes a checkpoint after the latter, and at its end
 
 
 def lines(path: Path) -> list[dict]:
@@ -34,8 +36,9 @@ def lines(path: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def whole_run(ray_session, tiny_config) -> tuple[Path, dict]:
-    """A run of 20 steps: its directory, and what it returned."""
-    config = tiny_config("num_steps=20", "tracking.completions_every_steps=10")
+    """A run: its directory, and what it returned."""
+    steps = (f"num_steps={NUM_STEPS}", f"checkpoint.every_steps={SAVED}", "tracking.completions_every_steps=10")
+    config = tiny_config(*steps)
     summary = train(config)
     return Path(config.run_dir), summary
 
@@ -49,7 +52,7 @@ def test_grpo_learns_and_leaves_a_whole_run_directory(whole_run: tuple[Path, dic
     assert {"generate", "score", "update", "publish"} <= summary["phases"].keys()
 
     metrics = lines(run_dir / "metrics.jsonl")
-    assert [m["step"] for m in metrics] == list(range(1, 21))
+    assert [m["step"] for m in metrics] == list(range(1, NUM_STEPS + 1))
     compared = {
         m["step"]: m["sampling/logprob_difference_max"] for m in metrics if "sampling/logprob_difference_max" in m
     }
@@ -78,22 +81,27 @@ def test_grpo_learns_and_leaves_a_whole_run_directory(whole_run: tuple[Path, dic
 
 
 def test_resumed_run_repeats_the_uninterrupted_one(whole_run: tuple[Path, dict], tiny_config, capfd) -> None:
-    parts = tiny_config("num_steps=2", "checkpoint.every_steps=1")
-    train(parts)
-    resumed = tiny_config("num_steps=4", f"run_dir={parts.run_dir}", f"name={parts.name}")
-    with pytest.raises(CheckpointError, match=r"step-000002 belongs to another run: seed 0 -> 1"):
-        train(replace(resumed, seed=1))
-    train(resumed)
-    expected = "checkpoints/step-000002 (of 2); changed: num_steps 2 -> 4, checkpoint.every_steps 1 -> 0\n"
-    assert expected in capfd.readouterr().out
-    with pytest.raises(ConfigError, match=r"already holds step 4 of 4; raise num_steps"):
-        train(resumed)
-    expected = lines(whole_run[0] / "metrics.jsonl")[:4]
-    actual = lines(Path(parts.run_dir) / "metrics.jsonl")
-    assert [m["step"] for m in actual] == [1, 2, 3, 4]
-    for ours, theirs in zip(actual, expected, strict=True):
+    whole_dir, whole = whole_run
+    stopped = tiny_config(f"num_steps={NUM_STEPS}")
+    run_dir = Path(stopped.run_dir)
+    shutil.copytree(whole_dir / "checkpoints" / f"step-{SAVED:06d}", run_dir / "checkpoints" / f"step-{SAVED:06d}")
+    shutil.copy(whole_dir / "metrics.jsonl", run_dir)  # as if it had died in the last step
+    with pytest.raises(CheckpointError, match=rf"step-{SAVED:06d} belongs to another run: seed 0 -> 1"):
+        train(replace(stopped, seed=1))
+    resumed = train(stopped)
+    told = capfd.readouterr().out
+    assert f"checkpoints/step-{SAVED:06d} (of {NUM_STEPS}); changed: " in told
+    assert f"checkpoint.every_steps {SAVED} -> 0" in told
+    with pytest.raises(ConfigError, match=rf"already holds step {NUM_STEPS} of {NUM_STEPS}; raise num_steps"):
+        train(stopped)
+    expected, actual = lines(whole_dir / "metrics.jsonl"), lines(run_dir / "metrics.jsonl")
+    assert [m["step"] for m in actual] == list(range(1, NUM_STEPS + 1))
+    assert actual[:SAVED] == expected[:SAVED] and actual[SAVED:] != expected[SAVED:], "done again, and timed again"
+    for ours, theirs in zip(actual[SAVED:], expected[SAVED:], strict=True):
         for name in ("reward", "loss", "grad_norm", "kl", "entropy", "num_tokens"):
             assert ours[name] == theirs[name], f"{name} at step {ours['step']}"
+    for name in ("eval_before", "eval_after", "num_tokens", "steps"):
+        assert resumed[name] == whole[name], name
 
 
 def test_a_sampler_that_differs_from_the_learner_ends_the_run_before_anything_is_published(

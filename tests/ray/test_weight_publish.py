@@ -2,20 +2,21 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from actors.group import Deadline, fetch
+from actors.group import Deadline, Member, fetch
 from actors.rollouts.actor import RolloutActor
-from actors.rollouts.engine import Request
+from actors.rollouts.engine import Engine, Output, Request
 from actors.weights.load_plan import LoadPlan, keeps_weights_as_loaded
 from actors.weights.transports import make_transport
 from rlhf.algorithms import make_algorithm
 from rlhf.batch import Prompt, Rollout, TrainBatch, pack
 from rlhf.data.prompts import load_prompts
-from rlhf.errors import ActorError, UnwrittenWeightsError
+from rlhf.errors import UnwrittenWeightsError
 from rlhf.models.loading import load_policy
 from rlhf.training.weights import Layout, bucket_layout, bucket_size, pack_bucket
 
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.ray
 
 DEADLINE = Deadline(120, "timeouts.publish_s")
 FP32_BOUND = 1e-3  # nats; 4e-6 is what is seen
+GROUP_SIZE = 4
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +44,36 @@ def generate(roles, prompts, group_size: int) -> list[list[Rollout]]:
     return groups
 
 
-def sample(roles, prompts, group_size: int = 4) -> tuple[list[Rollout], TrainBatch]:
-    groups = sorted(generate(roles, prompts, group_size), key=lambda g: g[0].prompt.id)
-    rollouts = [rollout for group in groups for rollout in group]
+def draw(worker: Member, prompts: list[Prompt]) -> list[Rollout]:
+    """What this worker samples; the pool would choose one."""
+    asked = {(p.id, i): Request(f"{p.id}.{i}", p.id, p.token_ids, i) for p in prompts for i in range(GROUP_SIZE)}
+
+    def answer(actor: RolloutActor) -> tuple[int, list[Output]]:
+        def run(engine: Engine) -> list[Output]:
+            for request in asked.values():
+                engine.add(request, actor._loop.version)
+            outputs = []
+            while engine.has_unfinished():
+                outputs += engine.step()
+            return outputs
+
+        return actor._loop.version, actor._loop.call(run)
+
+    version, outputs = ray.get(worker.handle.__ray_call__.remote(answer), timeout=120)
+    found = {output.key: output for output in outputs}
+    return [
+        Rollout(p, i, o.token_ids, np.full(len(o.token_ids), version, np.int32), o.finish_reason, o.logprobs)
+        for p in prompts
+        for i in range(GROUP_SIZE)
+        for o in [found[asked[p.id, i].key]]
+    ]
+
+
+def sample(live, prompts) -> tuple[list[Rollout], TrainBatch]:
+    """Half of the groups from each of the two workers."""
+    _, cluster, _ = live
+    first, second = cluster.group("rollout").members
+    rollouts = [*draw(first, prompts[::2]), *draw(second, prompts[1::2])]
     return rollouts, pack(rollouts)
 
 
@@ -64,7 +93,7 @@ def test_logprobs_equal_the_learners_after_every_publish(live, prompts) -> None:
     config, _, roles = live
     for version in range(3):
         roles.rollouts.publish(version)
-        rollouts, batch = sample(roles, prompts)
+        rollouts, batch = sample(live, prompts)
         old = roles.learner.score(batch).result()
         assert gap(old, batch) < FP32_BOUND
         assert batch.versions.unique().tolist() == [version]
@@ -73,12 +102,21 @@ def test_logprobs_equal_the_learners_after_every_publish(live, prompts) -> None:
         assert gap(new, batch) > 10 * FP32_BOUND, "the update must be visible, or this test proves nothing"
 
 
-def test_reference_stays_where_it_was(live, prompts) -> None:
-    _, _, roles = live
+def test_the_reference_stays_the_model_that_was_loaded(live, prompts) -> None:
+    config, _, roles = live
     roles.rollouts.publish(7)
-    _, batch = sample(roles, prompts)
-    learner, reference = roles.learner.score(batch).result(), roles.reference.score([batch]).result()[0]
-    assert (learner - reference).abs().max() > FP32_BOUND
+    rollouts, batch = sample(live, prompts)
+    before = roles.learner.score(batch).result()
+    train_once(config, roles, rollouts, batch)
+    assert (roles.learner.score(batch).result() - before).abs().max() > 10 * FP32_BOUND, "the learner moves"
+    model, expected = AutoModelForCausalLM.from_pretrained(config.model.path), []
+    for rollout in rollouts:
+        ids = torch.tensor([*rollout.prompt.token_ids, *rollout.token_ids])
+        with torch.no_grad():
+            logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        expected.append(logprobs[-len(rollout.token_ids) :])
+    (reference,) = roles.reference.score([batch]).result()
+    torch.testing.assert_close(reference, torch.cat(expected), rtol=0, atol=1e-5)
 
 
 def test_what_a_group_comes_with_does_not_change_its_scores(live, prompts) -> None:
@@ -118,25 +156,15 @@ def test_prompts_that_do_not_fit_into_one_step_of_the_engine_are_sampled(live) -
 
 
 def test_samples_do_not_depend_on_which_worker_draws_them(live, prompts) -> None:
-    _, _, roles = live
-    roles.rollouts.publish(9)
-    first, _ = sample(roles, prompts)
-    second, _ = sample(roles, list(reversed(prompts)))
-    assert [r.token_ids for r in first] == [r.token_ids for r in second]
-
-
-def test_a_worker_without_committed_weights_does_not_sample(live, prompts) -> None:
-    def forget(actor: RolloutActor) -> None:
-        actor._loop.version = -1  # as before the first commit
+    def tokens(rollouts: list[Rollout]) -> dict[tuple[int, int], list[int]]:
+        return {(rollout.prompt.id, rollout.sample_index): rollout.token_ids for rollout in rollouts}
 
     _, cluster, roles = live
-    workers = cluster.group("rollout")
-    ray.get([member.handle.__ray_call__.remote(forget) for member in workers.members], timeout=60)
-    with pytest.raises(ActorError, match=r"rollout\[\d+\] on .*without a committed weight version"):
-        request = Request("a", prompts[0].id, prompts[0].token_ids, 0)
-        workers.call("submit", [request], deadline=DEADLINE, doing="queueing").result()
-    roles.rollouts.publish(10)
-    assert sample(roles, prompts)[1].versions.unique().tolist() == [10]
+    roles.rollouts.publish(9)
+    one, other = (tokens(draw(worker, prompts)) for worker in cluster.group("rollout").members)
+    of_pool = tokens([rollout for group in generate(roles, prompts, GROUP_SIZE) for rollout in group])
+    assert one == other == of_pool
+    assert len(one) == len(set(map(tuple, one.values()))) == len(prompts) * GROUP_SIZE
 
 
 @pytest.mark.parametrize("route", ["broadcast", "share"])
@@ -146,7 +174,7 @@ def test_sessions_reach_vllm_too(live, prompts, route: str, monkeypatch) -> None
     monkeypatch.setattr(roles.rollouts, "_transport", make_transport(cluster.group("learner"), route))
     for version in {"broadcast": (20, 21), "share": (22, 23)}[route]:
         roles.rollouts.publish(version)
-        rollouts, batch = sample(roles, prompts)
+        rollouts, batch = sample(live, prompts)
         assert batch.versions.unique().tolist() == [version]
         assert gap(roles.learner.score(batch).result(), batch) < FP32_BOUND
         train_once(config, roles, rollouts, batch)
@@ -194,7 +222,7 @@ def test_copies_by_plan_equal_what_vllms_loader_does(live, tiny_model_dir, bucke
 def test_an_update_that_broke_off_is_made_good_by_the_next(live, prompts) -> None:
     config, cluster, roles = live
     roles.rollouts.publish(30)
-    rollouts, batch = sample(roles, prompts)
+    rollouts, batch = sample(live, prompts)
     train_once(config, roles, rollouts, batch)
     stored = cluster.group("learner").call("store_weights", deadline=DEADLINE, doing="gathering").result()[0]
     workers = cluster.group("rollout")
@@ -207,6 +235,6 @@ def test_an_update_that_broke_off_is_made_good_by_the_next(live, prompts) -> Non
     with pytest.raises(UnwrittenWeightsError, match=r"unwritten \(lm_head|unwritten \(model\.layers\.1"):
         fetch(unfinished, workers.members[0], "finishing")
     roles.rollouts.publish(31)
-    _, batch = sample(roles, prompts)
+    _, batch = sample(live, prompts)
     assert batch.versions.unique().tolist() == [31]
     assert gap(roles.learner.score(batch).result(), batch) < FP32_BOUND

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.ray
 
 BUCKET_BYTES = 40_000
 NUM_BUCKETS = 21
+NEVER_S = 1e5  # a deadline that nobody may wait for: the test would not end
 
 
 def make_model(seed: int) -> nn.Module:
@@ -216,9 +217,7 @@ def test_others_go_on_without_one_that_fails(
     if misdeed != "die joining":
         run(0, transport, workers)
     ray.get(workers[1].handle.misbehave.remote(misdeed, bucket), timeout=60)
-    started = time.monotonic()
-    result = run(1, transport, workers)
-    assert time.monotonic() - started < 15, "nobody waits for a deadline"
+    result = run(1, transport, workers, seconds=NEVER_S)
     assert set(result.committed) == {workers[0], workers[2]} and result.failed.keys() == {workers[1]}
     with pytest.raises(ActorError, match="no room for this weight" if misdeed == "raise" else r"rollout\[1\].*died"):
         raise result.failed[workers[1]]

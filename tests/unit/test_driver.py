@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from rlhf.rewards.total import Scores
 from rlhf.roles import Roles
 from rlhf.stream import Batch, GroupStream
 from rlhf.tracking import Tracker
+from tests.clock import Clock
 from tests.fakes import Done, batch_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,28 +110,20 @@ def test_an_evaluation_without_any_reward_is_recorded_as_null(tmp_path: Path) ->
     assert record["eval/reward/abstained"] == 1.0
 
 
-class Clock:
-    """Seconds that pass only where a test says so."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_s = 0.0
-        monkeypatch.setattr(time, "perf_counter", lambda: self.now_s)
-
-    def answer(self, value: Any, seconds: float) -> Done[Any]:
-        """An answer that takes so long, once."""
-        left = [seconds]
-
-        def wait() -> None:
-            self.now_s += left.pop() if left else 0.0
-
-        return Done(value, wait)
-
-
 @pytest.mark.parametrize("replaced", [0, 1])
 def test_a_slow_judge_shows_as_reward_and_the_reference_as_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: int
 ) -> None:
     clock = Clock(monkeypatch)
+
+    def answer(value: Any, seconds: float) -> Done[Any]:
+        """It takes so long, once."""
+        left = [seconds]
+
+        def wait() -> None:
+            clock.now_s += left.pop() if left else 0.0
+
+        return Done(value, wait)
 
     class SlowPool(Pool):
         def submit(self, prompts: list[Prompt], *, group_size: int, **_: Any) -> list[int]:
@@ -147,16 +139,16 @@ def test_a_slow_judge_shows_as_reward_and_the_reference_as_reference(
             return {"pool/busy_s": 1.0, "pool/live_workers": 1}
 
     def judged(groups: list[list[Rollout]]) -> Done[list[Scores]]:
-        return clock.answer([Scores({"judge": [1.0, 0.0]}, WEIGHTS) for _ in groups], 30)
+        return answer([Scores({"judge": [1.0, 0.0]}, WEIGHTS) for _ in groups], 30)
 
     def referred(batches: list[TrainBatch]) -> Done[list[Tensor]]:
-        return clock.answer([torch.full((b.num_completion_tokens,), -1.0) for b in batches], 20)
+        return answer([torch.full((b.num_completion_tokens,), -1.0) for b in batches], 20)
 
     loop = driver(tmp_path, "num_steps=1", "algorithm.group_size=2", "algorithm.prompts_per_step=2", held_out=[])
     config = replace(loop.config, algorithm=replace(loop.config.algorithm, dynamic_sampling_max_tries=replaced))
     reward, reference = SimpleNamespace(score_groups=judged), SimpleNamespace(score=referred)
     learner = SimpleNamespace(
-        update=lambda batch, step: clock.answer({"loss": 0.5}, 10),
+        update=lambda batch, step: answer({"loss": 0.5}, 10),
         save=lambda directory: None,
         finish_save=lambda wait: Done(Written(0.0, 0)),
     )

@@ -10,7 +10,8 @@ from actors.group import Deadline, Member
 from actors.weights.publish import PublishResult, publish
 from actors.weights.transports import Transfer
 from rlhf.errors import ActorError, DeadlineError, RoleLostError, UnwrittenWeightsError, WeightSyncError
-from tests.fake_ray import IN_FLIGHT, Clock, FakeRay
+from tests.clock import Clock
+from tests.fake_ray import IN_FLIGHT, FakeRay
 
 STEPS = ("begin_update", "finish_update", "commit")
 SENT = [4, 5]

@@ -12,7 +12,8 @@ from actors.rollouts.scheduler import State
 from actors.rollouts.supervisor import Accepted, Supervisor
 from rlhf.errors import ActorError, DeadlineError
 from rlhf.recipes import load_config
-from tests.fake_ray import IN_FLIGHT, Clock, FakeActor, FakeFactory, FakeRay, completion
+from tests.clock import Clock
+from tests.fake_ray import IN_FLIGHT, FakeActor, FakeFactory, FakeRay, completion
 
 RECIPE = Path(__file__).resolve().parents[2] / "conf" / "grpo_tiny.yaml"
 SILENCE_S = 300.0  # timeouts.worker_silence_s

