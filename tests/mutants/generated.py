@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mutmut.mutation.data import SourceFileMutationData
 from mutmut.mutation.diff_apply import get_diff_for_mutant
@@ -62,12 +63,14 @@ class Judged:
     @classmethod
     def load(cls) -> "Judged":
         tables = tomllib.loads((LISTS / "judged.toml").read_text())
-        return cls(*(frozenset(map(_without_reason, tables.get(kind, []))) for kind in ("equivalent", "accepted")))
+        return cls(_faults(tables["equivalent"]), _faults(tables["accepted"]))
 
 
-def _without_reason(entry: dict[str, str]) -> Fault:
-    assert entry["reason"], entry
-    return Fault(**{key: value for key, value in entry.items() if key != "reason"})
+def _faults(entries: list[dict[str, Any]]) -> frozenset[Fault]:
+    assert all(entry["reason"] for entry in entries)
+    return frozenset(
+        Fault(entry["file"], entry["function"], entry["old"], new) for entry in entries for new in entry["new"]
+    )
 
 
 def faults_of(module: str, tests: list[str]) -> Iterator[tuple[Fault, str]]:

@@ -29,7 +29,7 @@ def batch():
 
 
 def test_pack(batch) -> None:
-    assert batch.tokens.tolist() == list(range(1, 13))
+    assert batch.tokens.tolist() == list(range(1, 13)) and batch.tokens.dtype == torch.int64
     assert batch.prompt_lengths.tolist() == [2, 1, 3]
     assert batch.completion_lengths.tolist() == [3, 1, 2]
     assert batch.truncated.tolist() == [False, True, False]
