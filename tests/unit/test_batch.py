@@ -76,6 +76,12 @@ def test_select_reorders_every_field_alike(batch) -> None:
     assert picked.values is None
 
 
+def test_neighbours_with_the_same_prompt_are_a_run() -> None:
+    prompts = [[1, 2], [1, 2], [1, 3], [1], [1, 2]]
+    batch = pack([rollout(i, prompt, [7] * (i + 1)) for i, prompt in enumerate(prompts)])
+    assert batch.prompt_runs() == [range(2), range(2, 3), range(3, 4), range(4, 5)]
+
+
 def test_who_has_no_reward_is_known_after_select_and_pickling(batch) -> None:
     assert batch.abstained.tolist() == [False] * 3, "before there are rewards, nobody is left out"
     batch = batch.with_(rewards=torch.tensor([0.0, math.nan, 2.0]))
