@@ -1,6 +1,6 @@
 """Lets mutmut make faults in the modules of generated.toml and counts those that their tests notice.
 
-python -m tests.mutants.generated [PART-OF-A-MODULE'S-PATH ...]     # make mutants; about two faults a second
+python -m tests.mutants.generated [PART-OF-A-MODULE'S-PATH ...]     # make mutants; several faults a second
 
 judged.toml lists survivors that need no test. Left alone are the expressions of ``raise`` and ``assert`` (messages and
 our own invariants) and, by mutmut itself, decorated functions (properties among them) and what runs on import.
@@ -34,7 +34,8 @@ SETTINGS = """
 source_paths = [{module}]
 also_copy = {copied}
 do_not_mutate_patterns = {left_alone}
-pytest_add_cli_args = ["-p", "no:cacheprovider", "--hypothesis-seed=0"]
+# unraisableexception collects all garbage ten times in each run, which takes three quarters of its time
+pytest_add_cli_args = ["-p", "no:cacheprovider", "-p", "no:unraisableexception", "--hypothesis-seed=0"]
 pytest_add_cli_args_test_selection = {tests}
 process_isolation = "forkserver" # a fork of a process that has run autograd cannot run it
 """
