@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
 from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,8 +76,8 @@ def _faults(entries: list[dict[str, Any]]) -> frozenset[Fault]:
     )
 
 
-def faults_of(module: str, tests: list[str]) -> Iterator[tuple[Fault, str]]:
-    """mutmut's faults in a module, each with its result; raises CalledProcessError if mutmut could not run."""
+def faults_of(module: str, tests: list[str]) -> list[tuple[Fault, str]]:
+    """mutmut's faults in a module, each with its result. Ends the program if mutmut could not run."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as directory, chdir(directory):
         copy_tree(Path())
         copied = [path.name for path in Path().iterdir()]
@@ -86,14 +85,14 @@ def faults_of(module: str, tests: list[str]) -> Iterator[tuple[Fault, str]]:
             lists = {"module": module, "copied": copied, "left_alone": LEFT_ALONE, "tests": tests}
             config.write(SETTINGS.format(**{key: json.dumps(value) for key, value in lists.items()}))
         command = [sys.executable, "-B", "-m", "mutmut", "run", "--max-children", "1"]
-        run = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True)
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
         if run.returncode:
             sys.exit(f"{run.stdout}\nmutmut ended with {run.returncode} for {module}")
         data = SourceFileMutationData(path=module)
         data.load()
-        for name, code in data.exit_code_by_key.items():
-            assert code is not None, f"{name} was not run"
-            yield _fault(module, name), status_by_exit_code[code]
+        assert None not in data.exit_code_by_key.values(), "mutmut was interrupted"
+        return [(_fault(module, name), status_by_exit_code[code]) for name, code in data.exit_code_by_key.items()]
 
 
 def _fault(module: str, name: str) -> Fault:

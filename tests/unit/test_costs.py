@@ -124,7 +124,7 @@ PHASES = {"generate": 9.0, "score": 0.1, "update": 0.5, "publish": 0.25}
 
 
 def figures(limits: Roofline, phases: dict[str, float] = PHASES, step: int = 1) -> dict[str, float]:
-    return limits.figures(STEP, phases, step=step, generate_s=2.0, num_workers=1)
+    return limits.figures(STEP, phases, step=step, generate_s=0.75, num_workers=1)
 
 
 def test_a_steps_figures_by_hand() -> None:
@@ -132,9 +132,9 @@ def test_a_steps_figures_by_hand() -> None:
     assert found.keys() == {"perf/mfu_update", "perf/hbm_decode", "perf/link_sync"}
     # three epochs over both GPUs in half a second
     assert found["perf/mfu_update"] == pytest.approx(3 * update_flops(SHAPE, [(5, 5), (3, 3)], 6) / (0.5 * 1e9 * 2))
-    # the caller's two seconds, not the phase's nine
+    # the caller's 0.75 seconds, not the phase's nine
     expected = decode_bytes(SHAPE, [4, 2], num_workers=1, max_num_seqs=8)
-    assert found["perf/hbm_decode"] == pytest.approx(expected / (2.0 * 1e6))
+    assert found["perf/hbm_decode"] == pytest.approx(expected / (0.75 * 1e6))
     assert found["perf/link_sync"] == pytest.approx(2 * (BODY + 1600) / (0.25 * 2e5))
     assert weight_bytes(SHAPE) == 2 * (BODY + 1600)
 
