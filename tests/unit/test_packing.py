@@ -59,6 +59,11 @@ def test_plan_is_tight_and_balanced() -> None:
     assert all(len(micro) == 8 for rank in plan for micro in rank)
 
 
+def test_sequences_that_do_not_pair_up_take_one_micro_batch_more() -> None:
+    # 18 tokens would fit two micro-batches of 10
+    assert plan_micro_batches(whole([6, 6, 6]), num_ranks=1, token_budget=10, hidden_size=64) == [[[0], [1], [2]]]
+
+
 def test_micro_batches_that_run_at_the_same_time_cost_about_the_same() -> None:
     # longest first into the cheapest of four: 60, 50, 45 and 40 + 35, which costs most
     plan = plan_micro_batches(whole([60, 50, 45, 40, 35]), num_ranks=2, token_budget=100, hidden_size=64)
