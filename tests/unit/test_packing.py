@@ -123,10 +123,11 @@ def test_large_groups_are_cut_into_pieces() -> None:
     assert [unit.members for unit in apart] == [range(i, i + 1) for i in range(8)]
 
 
-def test_a_group_that_fits_stays_whole_and_one_without_any_room_falls_apart() -> None:
-    (group,) = whole_groups(groups_batch([(10, [10] * 2)]), share_prompts=True)
-    assert group.tokens == 10 + 2 * 12.5 and group.pieces(35) == [group]
-    assert group.pieces(5) == [Unit(range(1), ((20, 20),)), Unit(range(1, 2), ((20, 20),))]
+def test_a_piece_is_as_large_as_may_be() -> None:
+    (group,) = whole_groups(groups_batch([(10, [10] * 3)]), share_prompts=True)  # 10 + 3 x (10 + 2.5) tokens
+    assert group.pieces(48) == [group]
+    assert [piece.members for piece in group.pieces(35)] == [range(2), range(2, 3)]  # 10 + 2 x (10 + 2.5)
+    assert group.pieces(5) == [Unit(range(i, i + 1), ((20, 20),)) for i in range(3)]
 
 
 def test_a_group_is_spread_over_ranks_that_would_idle() -> None:
