@@ -182,6 +182,23 @@ def test_rloo_by_hand():
     torch.testing.assert_close(logprobs.grad, f64(gradient))
 
 
+def test_dr_grpo_by_hand():
+    # One token of at most ten, at ratio exp(0.1); the reference gives it twice the probability: k3 = 2 - 1 - log 2.
+    loss, _ = policy_loss(
+        f64([[-1.0, 0.0]]),
+        f64([[-1.1, 0.0]]),
+        f64([3.0]),
+        torch.tensor([[1, 0]]),
+        loss_type="dr_grpo",
+        epsilon_low=0.5,
+        epsilon_high=0.5,
+        beta=0.5,
+        ref_logprobs=f64([[-1.0 + math.log(2), 0.0]]),
+        max_completion_length=10,
+    )
+    assert loss.item() == pytest.approx(math.exp(0.1) * (-3 + 0.5 * (1 - math.log(2))) / 10)
+
+
 def test_clip_higher_and_two_sided_clip_by_hand():
     ratio, advantages = f64([1.5, 1.5, 0.5, 0.5, 9.0]), f64([2.0, -2.0, 2.0, -2.0, -2.0])
     loss = clipped_surrogate_loss(ratio, advantages, bounds=(0.8, 1.3))
