@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rlhf.algorithms.losses import (
+    LossInputs,
     PolicyLossSettings,
     clipped_surrogate_loss,
     entropy_bonus,
@@ -207,11 +208,18 @@ def test_clip_higher_and_two_sided_clip_by_hand():
     torch.testing.assert_close(-loss, f64([1.3 * 2, 1.5 * -2, 0.5 * 2, 0.8 * -2, 4.0 * -2]))
 
 
+def inputs_of(ratio, advantages):
+    """What the built-in surrogate reads."""
+    logprobs, mask = torch.zeros_like(ratio), torch.ones_like(ratio, dtype=torch.bool)
+    return LossInputs(logprobs, logprobs, ratio, advantages, torch.tensor([len(ratio)]), mask)
+
+
 def test_dual_clip_by_hand():
     # Only a negative advantage with a ratio beyond c = 3 is touched, and it gets no gradient.
-    ratio, advantages = f64([9.0, 2.0, 9.0]).requires_grad_(), f64([-2.0, -2.0, 2.0])
-    loss = clipped_surrogate_loss(ratio, advantages, bounds=(0.8, 1.2), dual_clip=3.0)
-    torch.testing.assert_close(-loss.detach(), f64([3.0 * -2, 2.0 * -2, 1.2 * 2]))
+    ratio, advantages = f64([9.0, 2.0, 9.0]).requires_grad_(), f64([-2.0, -2.0, 0.5])
+    settings = PolicyLossSettings("dapo", epsilon_low=0.2, epsilon_high=0.2, dual_clip=3.0)
+    loss, _ = settings.surrogate(inputs_of(ratio, advantages))
+    torch.testing.assert_close(-loss.detach(), f64([3.0 * -2, 2.0 * -2, 1.2 * 0.5]))
     loss.sum().backward()
     torch.testing.assert_close(ratio.grad, f64([0.0, 2.0, 0.0]))
 
@@ -274,6 +282,40 @@ def test_stats_by_hand():
     # k3 = 1 / r - 1 + log r at ratios 0.5, 2, 2, 1.
     k3 = (2 - 1 - math.log(2)) + 2 * (0.5 - 1 + math.log(2)) + 0
     assert stats["kl"].item() == pytest.approx(k3 / 4)
+
+
+def test_at_a_bound_or_without_advantage_nothing_is_clipped():
+    ratio, advantages = f64([0.8, 0.5, 0.5, 1.0, 1.2, 2.0]), f64([-1.0, 0.0, 0.5, -1.0, 1.0, 0.0])
+    settings = PolicyLossSettings("dapo", epsilon_low=0.2, epsilon_high=0.2)
+    _, stats = settings.surrogate(inputs_of(ratio, advantages))
+    assert len(stats) == 3 and not any(stat.any() for stat in stats.values())
+
+
+def test_a_loss_of_one_s_own_is_given_the_tensors_of_the_micro_batch():
+    logprobs, old, ref, rollout, advantages = torch.linspace(-2, -1, 15, dtype=torch.float64).view(5, 3)
+    lengths, given = torch.tensor([1, 2]), []
+
+    def keep(inputs):
+        given.append(inputs)
+        return inputs.logprobs, {}
+
+    _, stats = packed_policy_loss(
+        PolicyLossSettings("dapo", epsilon_low=0.2, epsilon_high=0.2),
+        logprobs,
+        old,
+        advantages,
+        lengths,
+        f64([0.0, 1.0, 0.0]),
+        num_tokens=1,
+        ref_logprobs=ref,
+        rollout_logprobs=rollout,
+        token_loss=keep,
+    )
+    (inputs,) = given
+    assert inputs.logprobs is logprobs and inputs.old_logprobs is old and inputs.advantages is advantages
+    assert inputs.ref_logprobs is ref and inputs.rollout_logprobs is rollout and inputs.lengths is lengths
+    assert inputs.mask.tolist() == [False, True, False]
+    assert stats["ratio"].item() == pytest.approx(math.exp(logprobs[1] - old[1]))
 
 
 def test_entropy_mask_drops_the_surrogate_and_keeps_the_kl():
