@@ -149,6 +149,7 @@ def test_token_weights_by_hand():
         torch.testing.assert_close(weights, f64([1 / 2, 1 / 4, 0, 1 / 4]))
     weights = token_weights(lengths, loss_type="dr_grpo", max_completion_length=5, mask=mask, dtype=torch.float64)
     torch.testing.assert_close(weights, f64([1 / 10, 1 / 10, 0, 1 / 10]))
+    assert token_weights(torch.tensor([1]), loss_type="dapo").tolist() == [1.0]
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -419,6 +420,8 @@ def test_errors_say_what_would_work():
         loss("dapo", beta=0.1)
     with pytest.raises(ValueError, match="max_completion_length, which is None; give it in tokens"):
         token_weights(torch.tensor([1]), loss_type="dr_grpo")
+    with pytest.raises(ValueError, match="^loss_type='ppo' is unknown"):
+        token_weights(torch.tensor([1]), loss_type="ppo")
     flat = (f64([-1.0]), f64([-1.0]), torch.tensor([1]), torch.tensor([True]))
     with pytest.raises(ValueError, match="level='word' is unknown; use token or sequence"):
         rollout_importance_ratio(*flat, level="word", mode="mask", cap=2.0)
