@@ -420,7 +420,7 @@ def test_errors_say_what_would_work():
         loss("dapo", beta=0.1)
     with pytest.raises(ValueError, match="max_completion_length, which is None; give it in tokens"):
         token_weights(torch.tensor([1]), loss_type="dr_grpo")
-    with pytest.raises(ValueError, match="^loss_type='ppo' is unknown"):
+    with pytest.raises(ValueError, match=r"^loss_type='ppo' is unknown"):
         token_weights(torch.tensor([1]), loss_type="ppo")
     flat = (f64([-1.0]), f64([-1.0]), torch.tensor([1]), torch.tensor([True]))
     with pytest.raises(ValueError, match="level='word' is unknown; use token or sequence"):
