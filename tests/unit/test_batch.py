@@ -74,12 +74,13 @@ def test_select_reorders_every_field_alike(batch) -> None:
     assert picked.rewards.tolist() == [2.0, 0.0]
     assert picked.advantages.tolist() == [4, 5, 0, 1, 2]
     assert picked.values is None
+    assert batch.select([]).tokens.tolist() == []
 
 
 def test_neighbours_with_the_same_prompt_are_a_run() -> None:
-    prompts = [[1, 2], [1, 2], [1, 3], [1], [1, 2]]
-    batch = pack([rollout(i, prompt, [7] * (i + 1)) for i, prompt in enumerate(prompts)])
-    assert batch.prompt_runs() == [range(2), range(2, 3), range(3, 4), range(4, 5)]
+    prompts = [[5], [1, 2], [1, 2], [1, 2], [1, 3], [1], [4]]
+    batch = pack([rollout(i, prompt, [10 * i] * (i + 1)) for i, prompt in enumerate(prompts)])
+    assert batch.prompt_runs() == [range(1), range(1, 4), range(4, 5), range(5, 6), range(6, 7)]
 
 
 def test_who_has_no_reward_is_known_after_select_and_pickling(batch) -> None:
