@@ -35,8 +35,9 @@ test-long: setup ## Run more whole runs (a quarter of an hour); CI runs both
 chaos: setup ## Kill 50 rollout workers of a run at random moments (a quarter of an hour)
 	@env -u RAY_ADDRESS OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ray/test_pool.py -m chaos -s $(ARGS)
 
-mutants: setup ## Make known faults one at a time, and see that the tests notice; ARGS='ppo' selects by name
+mutants: setup ## Make faults, known ones and mutmut's, and see that tests notice; ARGS='ppo' selects by name
 	@env -u RAY_ADDRESS OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants $(ARGS)
+	@env -u RAY_ADDRESS OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants.generated $(ARGS)
 
 lint: setup ## Check format, style, import directions and types
 	$(BIN)/ruff format --check .

@@ -10,7 +10,8 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.mutants.tree import copy_tree
+
 TEST_S = 600.0  # for the tests of one fault; a test that hangs has noticed
 
 
@@ -28,17 +29,8 @@ class Mutant:
 def load(parts: list[str]) -> list[Mutant]:
     """The mutants whose name holds one of ``parts``; all without any."""
     files = sorted(Path(__file__).parent.glob("*.toml"))
-    mutants = [Mutant(**table) for file in files for table in tomllib.loads(file.read_text())["mutant"]]
+    mutants = [Mutant(**table) for file in files for table in tomllib.loads(file.read_text()).get("mutant", [])]
     return [mutant for mutant in mutants if not parts or any(part in mutant.name for part in parts)]
-
-
-def copy_tree(target: Path) -> None:
-    """The files that git knows, as they are now."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            (target / name).write_bytes((ROOT / name).read_bytes())
 
 
 def verdict(mutant: Mutant, tree: Path) -> str:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rlhf.algorithms.losses import (
+    LossInputs,
     PolicyLossSettings,
     clipped_surrogate_loss,
     entropy_bonus,
@@ -51,12 +52,11 @@ def golden_loss(case, expected, *, padding=None):
         loss_type=expected["loss_type"],
         epsilon_low=expected["epsilon"][0],
         epsilon_high=expected["epsilon"][1],
-        delta=expected.get("delta"),
         importance_sampling_level=expected["importance_sampling_level"],
         beta=expected["beta"],
         ref_logprobs=padded("ref") if expected["beta"] else None,
-        kl_bias_correction=expected.get("kl_bias_correction", True),
         rollout_ratio=padded("isr") if expected.get("rollout_ratio") else None,
+        **{option: expected[option] for option in ("delta", "kl_bias_correction") if option in expected},
     )
     (gradient,) = torch.autograd.grad(loss, logprobs)
     return loss.detach(), gradient
@@ -149,6 +149,7 @@ def test_token_weights_by_hand():
         torch.testing.assert_close(weights, f64([1 / 2, 1 / 4, 0, 1 / 4]))
     weights = token_weights(lengths, loss_type="dr_grpo", max_completion_length=5, mask=mask, dtype=torch.float64)
     torch.testing.assert_close(weights, f64([1 / 10, 1 / 10, 0, 1 / 10]))
+    assert token_weights(torch.tensor([1]), loss_type="dapo").tolist() == [1.0]
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -183,6 +184,23 @@ def test_rloo_by_hand():
     torch.testing.assert_close(logprobs.grad, f64(gradient))
 
 
+def test_dr_grpo_by_hand():
+    # One token of at most ten, at ratio exp(0.1); the reference gives it twice the probability: k3 = 2 - 1 - log 2.
+    loss, _ = policy_loss(
+        f64([[-1.0, 0.0]]),
+        f64([[-1.1, 0.0]]),
+        f64([3.0]),
+        torch.tensor([[1, 0]]),
+        loss_type="dr_grpo",
+        epsilon_low=0.5,
+        epsilon_high=0.5,
+        beta=0.5,
+        ref_logprobs=f64([[-1.0 + math.log(2), 0.0]]),
+        max_completion_length=10,
+    )
+    assert loss.item() == pytest.approx(math.exp(0.1) * (-3 + 0.5 * (1 - math.log(2))) / 10)
+
+
 def test_clip_higher_and_two_sided_clip_by_hand():
     ratio, advantages = f64([1.5, 1.5, 0.5, 0.5, 9.0]), f64([2.0, -2.0, 2.0, -2.0, -2.0])
     loss = clipped_surrogate_loss(ratio, advantages, bounds=(0.8, 1.3))
@@ -191,11 +209,18 @@ def test_clip_higher_and_two_sided_clip_by_hand():
     torch.testing.assert_close(-loss, f64([1.3 * 2, 1.5 * -2, 0.5 * 2, 0.8 * -2, 4.0 * -2]))
 
 
+def inputs_of(ratio, advantages):
+    """What the built-in surrogate reads."""
+    logprobs, mask = torch.zeros_like(ratio), torch.ones_like(ratio, dtype=torch.bool)
+    return LossInputs(logprobs, logprobs, ratio, advantages, torch.tensor([len(ratio)]), mask)
+
+
 def test_dual_clip_by_hand():
     # Only a negative advantage with a ratio beyond c = 3 is touched, and it gets no gradient.
-    ratio, advantages = f64([9.0, 2.0, 9.0]).requires_grad_(), f64([-2.0, -2.0, 2.0])
-    loss = clipped_surrogate_loss(ratio, advantages, bounds=(0.8, 1.2), dual_clip=3.0)
-    torch.testing.assert_close(-loss.detach(), f64([3.0 * -2, 2.0 * -2, 1.2 * 2]))
+    ratio, advantages = f64([9.0, 2.0, 9.0]).requires_grad_(), f64([-2.0, -2.0, 0.5])
+    settings = PolicyLossSettings("dapo", epsilon_low=0.2, epsilon_high=0.2, dual_clip=3.0)
+    loss, _ = settings.surrogate(inputs_of(ratio, advantages))
+    torch.testing.assert_close(-loss.detach(), f64([3.0 * -2, 2.0 * -2, 1.2 * 0.5]))
     loss.sum().backward()
     torch.testing.assert_close(ratio.grad, f64([0.0, 2.0, 0.0]))
 
@@ -260,6 +285,40 @@ def test_stats_by_hand():
     assert stats["kl"].item() == pytest.approx(k3 / 4)
 
 
+def test_at_a_bound_or_without_advantage_nothing_is_clipped():
+    ratio, advantages = f64([0.8, 0.5, 0.5, 1.0, 1.2, 2.0]), f64([-1.0, 0.0, 0.5, -1.0, 1.0, 0.0])
+    settings = PolicyLossSettings("dapo", epsilon_low=0.2, epsilon_high=0.2)
+    _, stats = settings.surrogate(inputs_of(ratio, advantages))
+    assert len(stats) == 3 and not any(stat.any() for stat in stats.values())
+
+
+def test_a_loss_of_one_s_own_is_given_the_tensors_of_the_micro_batch():
+    logprobs, old, ref, rollout, advantages = torch.linspace(-2, -1, 15, dtype=torch.float64).view(5, 3)
+    lengths, given = torch.tensor([1, 2]), []
+
+    def keep(inputs):
+        given.append(inputs)
+        return inputs.logprobs, {}
+
+    _, stats = packed_policy_loss(
+        PolicyLossSettings("dapo", epsilon_low=0.2, epsilon_high=0.2),
+        logprobs,
+        old,
+        advantages,
+        lengths,
+        f64([0.0, 1.0, 0.0]),
+        num_tokens=1,
+        ref_logprobs=ref,
+        rollout_logprobs=rollout,
+        token_loss=keep,
+    )
+    (inputs,) = given
+    assert inputs.logprobs is logprobs and inputs.old_logprobs is old and inputs.advantages is advantages
+    assert inputs.ref_logprobs is ref and inputs.rollout_logprobs is rollout and inputs.lengths is lengths
+    assert inputs.mask.tolist() == [False, True, False]
+    assert stats["ratio"].item() == pytest.approx(math.exp(logprobs[1] - old[1]))
+
+
 def test_entropy_mask_drops_the_surrogate_and_keeps_the_kl():
     lengths = torch.tensor([2])
     logprobs = f64([-0.5, -1.0]).requires_grad_()
@@ -316,6 +375,8 @@ def test_rollout_importance_ratio_by_hand():
     torch.testing.assert_close(ratio("sequence", "truncate", cap=1.2), f64([1.2, 1.2, 0.25]))  # 3 * 0.5 = 1.5
     torch.testing.assert_close(ratio("sequence", "mask", cap=1.2), f64([0.0, 0.0, 0.25]))
     assert not ratio("token", "mask", cap=2.0).requires_grad
+    same = rollout_importance_ratio(rollout, rollout, lengths, mask, level="token", mode="mask", cap=1.0, floor=1.0)
+    assert same.tolist() == [1, 1, 1], "the bounds themselves are within"
 
 
 def test_value_loss_by_hand():
@@ -325,12 +386,13 @@ def test_value_loss_by_hand():
     loss, stats = value_loss(values, f64([1.0, 1.0, 1.0]), f64([2.0, 2.0, 0.0]), f64([1 / 3] * 3), clip_range=0.2)
     assert loss.item() == pytest.approx(0.5 * (1 + 1 + 2.25) / 3)
     assert stats["value/clip_ratio"].item() == 0
-    # Moving towards its return by more than the range: clipped error (1.2 - 3)^2 is the larger, without gradient.
-    values = f64([2.5]).requires_grad_()
-    loss, stats = value_loss(values, f64([1.0]), f64([3.0]), f64([1.0]), clip_range=0.2)
+    # Moving towards its return by more than the range, up or down: the clipped errors (1.2 - 3)^2 and (0.8 - 0.2)^2 are
+    # the larger ones, without gradient.
+    values = f64([2.5, 0.5]).requires_grad_()
+    loss, stats = value_loss(values, f64([1.0, 1.0]), f64([3.0, 0.2]), f64([0.5, 0.25]), clip_range=0.2)
     loss.backward()
-    assert loss.item() == pytest.approx(0.5 * 1.8**2)
-    assert (values.grad.item(), stats["value/clip_ratio"].item()) == (0, 1)
+    assert loss.item() == pytest.approx(0.5 * (0.5 * 1.8**2 + 0.25 * 0.6**2))
+    assert (values.grad.tolist(), stats["value/clip_ratio"].item()) == ([0, 0], 0.75)
 
 
 def test_entropy_bonus_by_hand():
@@ -358,6 +420,8 @@ def test_errors_say_what_would_work():
         loss("dapo", beta=0.1)
     with pytest.raises(ValueError, match="max_completion_length, which is None; give it in tokens"):
         token_weights(torch.tensor([1]), loss_type="dr_grpo")
+    with pytest.raises(ValueError, match=r"^loss_type='ppo' is unknown"):
+        token_weights(torch.tensor([1]), loss_type="ppo")
     flat = (f64([-1.0]), f64([-1.0]), torch.tensor([1]), torch.tensor([True]))
     with pytest.raises(ValueError, match="level='word' is unknown; use token or sequence"):
         rollout_importance_ratio(*flat, level="word", mode="mask", cap=2.0)

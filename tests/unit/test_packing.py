@@ -59,10 +59,15 @@ def test_plan_is_tight_and_balanced() -> None:
     assert all(len(micro) == 8 for rank in plan for micro in rank)
 
 
+def test_sequences_that_do_not_pair_up_take_one_micro_batch_more() -> None:
+    # 18 tokens would fit two micro-batches of 10
+    assert plan_micro_batches(whole([6, 6, 6]), num_ranks=1, token_budget=10, hidden_size=64) == [[[0], [1], [2]]]
+
+
 def test_micro_batches_that_run_at_the_same_time_cost_about_the_same() -> None:
     # longest first into the cheapest of four: 60, 50, 45 and 40 + 35, which costs most
-    plan = plan_micro_batches(whole([60, 50, 45, 40, 35]), num_ranks=2, token_budget=100, hidden_size=64)
-    assert list(zip(*plan, strict=True)) == [([3, 4], [0]), ([1], [2])]
+    plan = plan_micro_batches(whole([40, 35, 60, 50, 45]), num_ranks=2, token_budget=100, hidden_size=64)
+    assert list(zip(*plan, strict=True)) == [([0, 1], [2]), ([3], [4])]
 
 
 def test_a_micro_batch_without_room_for_a_long_sequence_may_take_a_short_one() -> None:
@@ -111,6 +116,8 @@ def test_prompts_are_shared_where_that_saves_a_good_part_of_the_tokens() -> None
     assert not worth_sharing(long_answers := groups_batch([(8, [80] * 4)]))  # 24 of 352
     assert batch_spans(long_answers) == [(88, 88)] * 4
     assert not worth_sharing(groups_batch([(8, [1]), (8, [1]), (8, [1])])), "every prompt is another"
+    assert worth_sharing(groups_batch([(3, [7, 6])]))  # 3 of 19
+    assert not worth_sharing(groups_batch([(3, [7, 7])]))  # 3 of 20: no more than the copies cost
 
 
 def test_large_groups_are_cut_into_pieces() -> None:
@@ -120,6 +127,13 @@ def test_large_groups_are_cut_into_pieces() -> None:
     assert [unit.spans for unit in units][2] == ((10, 10), (10, 20), (10, 20))
     apart = prompt_units(batch, share_prompts=False, num_ranks=1, token_budget=100)
     assert [unit.members for unit in apart] == [range(i, i + 1) for i in range(8)]
+
+
+def test_a_piece_is_as_large_as_may_be() -> None:
+    (group,) = whole_groups(groups_batch([(10, [10] * 3)]), share_prompts=True)  # 10 + 3 x (10 + 2.5) tokens
+    assert group.pieces(48) == [group]
+    assert [piece.members for piece in group.pieces(35)] == [range(2), range(2, 3)]  # 10 + 2 x (10 + 2.5)
+    assert group.pieces(5) == [Unit(range(i, i + 1), ((20, 20),)) for i in range(3)]
 
 
 def test_a_group_is_spread_over_ranks_that_would_idle() -> None:

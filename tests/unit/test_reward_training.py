@@ -36,6 +36,8 @@ def test_loss_is_the_bradley_terry_likelihood() -> None:
     assert stats["accuracy"].item() == 0.5
     assert stats["margin"].item() == pytest.approx((1 - 2.5) / 2)
     assert stats["mean_reward"].item() == pytest.approx((2 + 1 + 0.5 + 3) / 4)
+    _, stats = preference_loss(f64([1.0, 1.0]), torch.zeros(2), f64([1.0, 1.0]))
+    assert stats["accuracy"].item() == 0, "a tie is not won"
 
 
 def test_margin_asks_for_more() -> None:
