@@ -60,7 +60,8 @@ class MemoryPlan:
         if phase == "generate":
             return f"lower {'rollout' if gpu == 'shared' else gpu}.gpu_memory_fraction{separate}"
         if phase == "score":
-            key = {"shared": "reference", "reward_model": "reward.model"}.get(gpu, gpu)
+            role = max(self.roles, key=lambda name: self.roles[name].scoring) if gpu == "shared" else gpu
+            key = "reward.model" if role == "reward_model" else role
             return f"lower {key}.micro_batch_tokens{separate}"
         role = max(self.checkpointing, key=lambda name: self.roles[name].peak) if gpu == "shared" else gpu
         memory, settings = self.roles[role], getattr(self.config, role)

@@ -80,6 +80,8 @@ def test_a_reward_model_reads_the_same_date_and_one_bos(tokenizer: PreTrainedTok
     tokenizer.chat_template = "{{ strftime_now('%d') }} {{ messages[-1].content }}"
     assert tokenizer.decode(answer_tokens(tokenizer, CHAT, "yes", date="2020-02-01")) == "01 yes"
     adds_bos = AutoTokenizer.from_pretrained(tokenizer.name_or_path, add_bos_token=True)
+    adds_bos.chat_template = "<bos>{{ messages[-1].content }}"
+    assert adds_bos.decode(answer_tokens(adds_bos, CHAT, " yes")) == "<bos> yes"
     ids = answer_tokens(adds_bos, "<bos>hi", " yes")
     assert ids == answer_tokens(adds_bos, "hi", " yes")
     assert ids.count(1) == 1

@@ -112,10 +112,10 @@ def test_stale_samples_are_corrected_unless_told_otherwise(tmp_path: Path) -> No
     path = write(tmp_path, GOOD)
     assert load_config(path).algorithm.rollout_correction == "none"
     assert not load_config(path).needs_rollout_logprobs
-    ahead = load_config(path, ["rollout.max_staleness=2"])
+    ahead = load_config(path, ["rollout.max_staleness=1"])
     assert ahead.algorithm.rollout_correction == "token_truncate"
     assert ahead.needs_rollout_logprobs
-    without = load_config(path, ["rollout.max_staleness=2", "algorithm.rollout_correction=none"])
+    without = load_config(path, ["rollout.max_staleness=1", "algorithm.rollout_correction=none"])
     assert not without.needs_rollout_logprobs
 
 
@@ -134,6 +134,20 @@ def test_a_kind_of_worker_takes_what_it_does_not_say_from_the_pool(tmp_path: Pat
 def test_a_kind_may_begin_with_no_worker_beside_a_pool_that_scales(tmp_path: Path) -> None:
     overrides = ["rollout.autoscale={min: 1, max: 2}", "rollout.extra_kinds.big.num_workers=0"]
     assert load_config(write(tmp_path, GOOD), overrides).rollout.kinds()["big"][0].num_workers == 0
+
+
+def test_what_follows_from_a_configuration(tmp_path: Path) -> None:
+    recipe = write(tmp_path, GOOD)
+    settings = ["algorithm.prompts_per_step=7", "algorithm.group_size=4", "rollout.num_workers=3"]
+    settings += ["algorithm.num_epochs=3", "algorithm.num_minibatches=2", "rollout.max_num_seqs=5"]
+    config = load_config(recipe, [*settings, "algorithm.beta=0.1"])
+    assert (config.algorithm.num_sequences, config.algorithm.steps_per_update) == (28, 6)
+    assert config.rollout_share == 12, "the busiest worker gets three of the seven groups"
+    assert (config.rollout_workers_per_gpu, config.rollout_cache_tokens) == (1, None)
+    assert config.uses_reference
+    shared = load_config(recipe, [*settings, "placement.mode=colocate"])
+    assert (shared.rollout_workers_per_gpu, shared.rollout_cache_tokens) == (3, 5 * 1024)
+    assert load_config(recipe, ["placement.mode=colocate", "learner.num_ranks=2"]).rollout_workers_per_gpu == 1
 
 
 def test_config_is_frozen(tmp_path: Path) -> None:
@@ -167,6 +181,12 @@ def test_config_is_frozen(tmp_path: Path) -> None:
         (["algorithm.num_minibatches=3"], ["algorithm.num_minibatches=3", "prompts_per_step", "64"]),
         (["algorithm.top_entropy_quantile=0"], ["algorithm.top_entropy_quantile=0", "(0, 1]"]),
         (["algorithm.kl_target=0.1"], ["algorithm.kl_target", "algorithm.name=ppo", "algorithm.beta > 0"]),
+        (["algorithm.kl_target=0.1", "algorithm.beta=0.1"], ["algorithm.kl_target", "algorithm.name=ppo"]),
+        ([*PPO, "algorithm.kl_target=0.1"], ["algorithm.kl_target", "algorithm.beta > 0"]),
+        (
+            [*PPO, "algorithm.advantage=f.py:g"],
+            ["algorithm.advantage=f.py:g", "algorithm.name=ppo", "use algorithm.name"],
+        ),
         (
             ["algorithm.name=ppo", "algorithm.dynamic_sampling_max_tries=2"],
             ["algorithm.dynamic_sampling_max_tries", "set it to 0", "ppo"],
@@ -176,10 +196,13 @@ def test_config_is_frozen(tmp_path: Path) -> None:
             ["learner.offload_optimizer=true", "learner.zero_stage=0"],
             ["learner.offload_optimizer", "learner.zero_stage 1, 2 or 3"],
         ),
+        (["learner.compile=true"], ["learner.compile=true", "learner.zero_stage=3", "use zero_stage 0, 1 or 2"]),
+        (["critic.compile=true", "critic.zero_stage=3"], ["critic.compile=true", "critic.zero_stage=3"]),
         (["learner.optimizer.learning_rate=0"], ["learning_rate=0", "positive"]),
         (["learner.optimizer.betas=0.9"], ["learner.optimizer.betas", "list"]),
         (["learner.micro_batch_tokens=1023"], ["learner.micro_batch_tokens=1023", "1024", "data.max_prompt_tokens"]),
-        (["reference.micro_batch_tokens=10"], ["reference.micro_batch_tokens=10", "1024"]),
+        (["critic.micro_batch_tokens=1023"], ["critic.micro_batch_tokens=1023", "1024"]),
+        (["reference.micro_batch_tokens=1023"], ["reference.micro_batch_tokens=1023", "1024"]),
         (["reward.functions=[]"], ["reward.functions", "reward.model.path", "exact_match"]),
         (["reward.functions=exact_match"], ["reward.functions", "list"]),
         (["reward.functions=[{weight: 2}]"], ["reward.functions[0].path", "no value given"]),
@@ -204,8 +227,29 @@ def test_config_is_frozen(tmp_path: Path) -> None:
             ["placement.mode=colocate", "rollout.autoscale.max=3"],
             ["rollout.autoscale needs", "placement.mode=separate"],
         ),
+        (
+            ["placement.mode=colocate", "rollout.extra_kinds.big.num_workers=1"],
+            ["rollout.extra_kinds needs", "placement.mode=separate"],
+        ),
+        (
+            ["placement.mode=colocate", "learner.num_ranks=3", "rollout.tensor_parallel_size=2"],
+            ["placement.mode=colocate", "rollout.tensor_parallel_size=2", "3 ranks"],
+        ),
+        (
+            [
+                "placement.mode=colocate",
+                "learner.num_ranks=2",
+                "rollout.tensor_parallel_size=2",
+                "rollout.num_workers=2",
+            ],
+            ["placement.mode=colocate", "rollout.num_workers=2 x rollout.tensor_parallel_size=2", "2 ranks"],
+        ),
         (["rollout.autoscale={min: 3, max: 2}"], ["rollout.autoscale.max=2", "rollout.autoscale.min=3"]),
         (["rollout.autoscale={min: 2, max: 4}"], ["rollout.num_workers=1", "rollout.autoscale.min"]),
+        (
+            ["rollout.autoscale={min: 1, max: 4}", "rollout.num_workers=5"],
+            ["rollout.num_workers=5", "rollout.autoscale"],
+        ),
         (["rollout.extra_kinds.default.num_workers=2"], ["rollout.extra_kinds.default", "another name"]),
         (["rollout.extra_kinds.big.max_num_seqs=0"], ["rollout.extra_kinds.big.max_num_seqs=0", "at least 1"]),
         (["rollout.extra_kinds.big.num_workers=-1"], ["rollout.extra_kinds.big.num_workers=-1", "at least 0"]),
@@ -217,6 +261,7 @@ def test_config_is_frozen(tmp_path: Path) -> None:
         (["rollout.temperature=0.005"], ["rollout.temperature=0.005", "at least 0.01", "vLLM"]),
         (["rollout.eval_temperature=0.005"], ["rollout.eval_temperature=0.005", "0 (greedy)", "0.01"]),
         (["rollout.extra_kinds.big.resources.GPU=2"], ["rollout.extra_kinds.big.resources", "GPU", "remove it"]),
+        (["rollout.extra_kinds.big.resources.CPU=2"], ["rollout.extra_kinds.big.resources", "CPU", "remove it"]),
         (["data.date=2026-1-31"], ["data.date=2026-1-31", "YYYY-MM-DD"]),
         (["data.date=20260131"], ["data.date=20260131", "YYYY-MM-DD"]),
         (["data.date=2026-W05-6"], ["data.date=2026-W05-6", "YYYY-MM-DD"]),
@@ -256,6 +301,7 @@ def test_config_is_frozen(tmp_path: Path) -> None:
             ["critic.optimizer.warmup_steps=6", "5 optimiser steps", "use at most 5"],
         ),
         (["reward.functions=[{path: f, weight: 0}, {path: g, weight: 0}]"], ["reward", "every weight is 0"]),
+        (["reward.functions=[]", "reward.model={path: r, weight: 0}"], ["reward", "every weight is 0"]),
         (["reward.model={path: r, micro_batch_tokens: 2048}"], ["reward.model.micro_batch_tokens=2048", "2049"]),
         (
             ["checks.warn_logprob_difference=0.2", "checks.max_logprob_difference=0.1"],
@@ -294,6 +340,20 @@ def test_bad_value_is_one_line_naming_key_and_remedy(tmp_path: Path, overrides: 
         ["model.dtype=bfloat16", "placement.device=gpu"],
         ["data.date=2026-01-31"],
         ["checks.warn_logprob_difference=0.1", "checks.max_logprob_difference=0.1"],
+        # exactly as much as is needed, or allowed
+        [f"{role}.micro_batch_tokens=1024" for role in ("learner", "critic", "reference")],
+        ["reward.model={path: r, max_tokens: 2048, micro_batch_tokens: 2049}"],
+        ["rollout.autoscale={min: 2, max: 2}", "rollout.num_workers=2"],
+        ["rollout.eval_temperature=0.01"],
+        ["algorithm.group_size=2"],
+        [*PPO, "algorithm.group_size=1", "algorithm.prompts_per_step=1"],
+        [*PPO, "algorithm.beta=0.1", "algorithm.kl_target=6", "algorithm.kl_horizon=13"],  # 5 x 13 > 64 completions
+        ["learner.compile=true", "learner.zero_stage=2"],
+        ["learner.offload_optimizer=true", "learner.zero_stage=1"],
+        ["algorithm.loss=f.py:g", "algorithm.delta=1.1"],  # a loss of your own has its own bounds
+        ["placement.mode=colocate", "learner.num_ranks=2", "rollout.num_workers=1"],
+        ["placement.mode=colocate", "learner.num_ranks=2", "rollout.num_workers=4"],
+        ["placement.mode=colocate", "learner.num_ranks=4", "rollout.num_workers=2", "rollout.tensor_parallel_size=2"],
     ],
     ids=",".join,
 )
@@ -301,10 +361,19 @@ def test_what_only_looks_like_a_contradiction_is_accepted(tmp_path: Path, overri
     load_config(write(tmp_path, GOOD), overrides)
 
 
+REWARD_TINY = next(file for file in RECIPES if file.name == "reward_tiny.yaml")
+
+
+def test_a_micro_batch_of_a_reward_model_holds_a_pair_and_the_tokens_that_end_its_texts() -> None:
+    enough = ["data.max_tokens=100", "learner.micro_batch_tokens=202"]
+    assert load_config(REWARD_TINY, enough, RewardTrainingConfig).max_pair_tokens == 202
+    with pytest.raises(ConfigError, match=r"learner\.micro_batch_tokens=201 cannot hold one pair .* = 202 tokens"):
+        load_config(REWARD_TINY, ["data.max_tokens=100", "learner.micro_batch_tokens=201"], RewardTrainingConfig)
+
+
 def test_a_reward_model_is_not_trained_in_float32_on_a_gpu() -> None:
-    recipe = next(file for file in RECIPES if file.name == "reward_tiny.yaml")
     with pytest.raises(ConfigError, match=r"model\.dtype=float32 .*; use model\.dtype=auto"):
-        load_config(recipe, ["model.dtype=float32", "placement.device=gpu"], RewardTrainingConfig)
+        load_config(REWARD_TINY, ["model.dtype=float32", "placement.device=gpu"], RewardTrainingConfig)
 
 
 @pytest.mark.parametrize("key", ["model.path", "data.train"])
@@ -364,7 +433,7 @@ def test_tiny_model_takes_tensor_parallelism(tmp_path: Path, tiny_model_dir: Pat
 def test_tensor_parallelism_must_divide_the_heads(tmp_path: Path) -> None:
     shape = {"num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 4096}
     config = with_model(tmp_path, shape, "rollout.tensor_parallel_size=3")
-    with pytest.raises(ConfigError, match=r"rollout\.tensor_parallel_size=3 .*num_attention_heads=14.*; use 1, 2"):
+    with pytest.raises(ConfigError, match=r"rollout\.tensor_parallel_size=3 .*num_attention_heads=14.*; use 1, 2, 14$"):
         validate_model(config)
 
 
@@ -375,8 +444,9 @@ def test_tensor_parallelism_of_every_kind_must_divide_the_heads(tmp_path: Path) 
 
 
 def test_sequences_must_fit_the_context(tmp_path: Path) -> None:
-    config = with_model(tmp_path, {"num_attention_heads": 4, "max_position_embeddings": 1000})
-    with pytest.raises(ConfigError, match=r"data\.max_prompt_tokens.* = 1024 exceeds .*max_position_embeddings=1000"):
+    validate_model(with_model(tmp_path, {"num_attention_heads": 4, "max_position_embeddings": 1024}))
+    config = with_model(tmp_path, {"num_attention_heads": 4, "max_position_embeddings": 1023})
+    with pytest.raises(ConfigError, match=r"data\.max_prompt_tokens.* = 1024 exceeds .*max_position_embeddings=1023"):
         validate_model(config)
 
 

@@ -41,12 +41,13 @@ REWARD_TRAINING = RewardTrainingConfig(model=ModelConfig(path="m"), data=Prefere
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """A number in a configuration: the names that lead to it, the field that says what it is, and its bounds."""
+    """A number in a configuration: the names that lead to it, the field that says what it is, its bounds, its type."""
 
     config: Config | RewardTrainingConfig
     names: Names
     field: str
     bounds: Bounds | None
+    kind: type
 
     @property
     def key(self) -> str:
@@ -55,6 +56,10 @@ class Number:
 
     def __str__(self) -> str:
         return self.key if self.config is WHOLE else f"train-reward:{self.key}"
+
+    def next(self, bound: float, towards: float) -> float:
+        """The number closest to a bound on that side."""
+        return math.nextafter(bound, towards) if self.kind is float else bound + (1 if towards > 0 else -1)
 
     def set(self, value: float) -> None:
         """Builds the configuration with this value. Raises ConfigError."""
@@ -80,9 +85,9 @@ def numbers(config: Config | RewardTrainingConfig, part: Any, names: Names = ())
     def walk(annotation: Any, value: Any, names: Names, field: str) -> Iterator[Number]:
         origin, args = get_origin(annotation), get_args(annotation)
         if annotation in (int, float):
-            yield Number(config, names, field, None)
+            yield Number(config, names, field, None, annotation)
         elif origin is Annotated:
-            yield Number(config, names, field, annotation.__metadata__[0])
+            yield Number(config, names, field, annotation.__metadata__[0], args[0])
         elif NoneType in args:
             yield from walk(next(arg for arg in args if arg is not NoneType), value, names, field)
         elif dataclasses.is_dataclass(value):
@@ -174,6 +179,78 @@ def test_an_end_has_one_bound_at_most(bounds: Bounds) -> None:
     assert not bounds.interval or (bounds.min, bounds.above) != (None, None) != (bounds.max, bounds.below)
 
 
+# The interval of every number, as somebody else would write it down: what config.py says must not change unnoticed.
+INTERVALS = {
+    "[1, 2147483647]": """
+        Config.num_steps DataConfig.eval_size DataConfig.max_prompt_tokens AlgorithmConfig.prompts_per_step
+        AlgorithmConfig.group_size AlgorithmConfig.num_epochs AlgorithmConfig.num_minibatches AlgorithmConfig.kl_horizon
+        LearnerConfig.num_ranks LearnerConfig.micro_batch_tokens LearnerConfig.logits_chunk_tokens
+        LearnerConfig.cpus_per_rank CriticConfig.num_ranks CriticConfig.micro_batch_tokens
+        CriticConfig.logits_chunk_tokens CriticConfig.cpus_per_rank ReferenceConfig.num_ranks
+        ReferenceConfig.micro_batch_tokens ReferenceConfig.cpus_per_rank RewardConfig.num_workers
+        RewardModelConfig.num_ranks RewardModelConfig.max_tokens RewardModelConfig.micro_batch_tokens
+        RewardModelConfig.cpus_per_rank AutoscaleConfig.min AutoscaleConfig.max AutoscaleConfig.patience_steps
+        WorkerKindConfig.tensor_parallel_size WorkerKindConfig.max_num_seqs WorkerKindConfig.cpus_per_worker
+        RolloutConfig.tensor_parallel_size RolloutConfig.max_completion_tokens RolloutConfig.cpu_kv_cache_mib
+        RolloutConfig.max_num_seqs RolloutConfig.weight_bucket_mib RolloutConfig.cpus_per_worker CheckpointConfig.keep
+        SamplingChecksConfig.logprob_every_steps TrackingConfig.completions_rows RewardTrainingConfig.num_epochs
+        RewardTrainingConfig.batch_pairs PreferenceDataConfig.eval_size PreferenceDataConfig.max_tokens
+    """,
+    "[0, 2147483647]": """
+        Config.eval_every_steps AlgorithmConfig.dynamic_sampling_max_tries OptimizerConfig.warmup_steps
+        CriticConfig.warmup_steps WorkerKindConfig.num_workers RolloutConfig.num_workers RolloutConfig.max_staleness
+        CheckpointConfig.every_steps CheckpointConfig.max_restarts ChecksConfig.max_skipped_steps
+        SamplingChecksConfig.max_skipped_steps SamplingChecksConfig.logprob_groups
+        TrackingConfig.completions_every_steps RewardTrainingConfig.eval_every_steps
+    """,
+    "[2, 2147483647]": "RolloutConfig.max_failures",
+    "[-1, 2147483647]": "RolloutConfig.top_k",
+    "[75, 2147483647]": "RayConfig.object_store_mib",
+    "[0, 4294967295]": "Config.seed RewardTrainingConfig.seed",
+    "[0, 3]": "LearnerConfig.zero_stage CriticConfig.zero_stage",
+    "[0, 1]": "AlgorithmConfig.epsilon_low AlgorithmConfig.gamma AlgorithmConfig.lam RewardConfig.max_abstained",
+    "(0, 1]": """
+        AlgorithmConfig.top_entropy_quantile OptimizerConfig.learning_rate OptimizerConfig.eps RolloutConfig.top_p
+    """,
+    "[0, 1)": "OptimizerConfig.betas",
+    "(0, 1)": """
+        AlgorithmConfig.rollout_correction_floor AutoscaleConfig.wait_fraction AutoscaleConfig.idle_fraction
+        WorkerKindConfig.gpu_memory_fraction RolloutConfig.gpu_memory_fraction
+    """,
+    "[0, inf)": """
+        AlgorithmConfig.epsilon_high AlgorithmConfig.beta AlgorithmConfig.entropy_coef
+        AlgorithmConfig.missing_eos_penalty OptimizerConfig.weight_decay RolloutConfig.eval_temperature
+        SamplingChecksConfig.warn_logprob_difference SamplingChecksConfig.max_logprob_difference
+        RewardTrainingConfig.center_coef
+    """,
+    "(0, inf)": """
+        AlgorithmConfig.reward_clip AlgorithmConfig.kl_target AlgorithmConfig.value_clip OptimizerConfig.max_grad_norm
+        WorkerKindConfig.resources
+    """,
+    "[1, inf)": "AlgorithmConfig.rollout_correction_cap",
+    "(1, inf)": "AlgorithmConfig.delta AlgorithmConfig.dual_clip",
+    "[0.01, inf)": "RolloutConfig.temperature",
+    "(0, 1000000000]": """
+        RewardConfig.function_timeout_s PlacementConfig.timeout_s TimeoutConfig.start_s TimeoutConfig.generate_s
+        TimeoutConfig.score_s TimeoutConfig.update_s TimeoutConfig.publish_s TimeoutConfig.worker_silence_s
+        TimeoutConfig.checkpoint_s
+    """,
+    "[-1000000, 1000000]": "RewardFunctionConfig.weight RewardModelConfig.weight",
+}
+
+
+def interval(bounds: Bounds | None) -> str:
+    assert bounds is not None
+    low = f"({bounds.above}" if bounds.min is None else f"[{bounds.min}"
+    high = f"{math.inf if bounds.below is None else bounds.below})" if bounds.max is None else f"{bounds.max}]"
+    return f"{low}, {high}"
+
+
+def test_every_number_has_the_bounds_written_down_here() -> None:
+    expected = {(field, interval) for interval, fields in INTERVALS.items() for field in fields.split()}
+    assert {(number.field, interval(number.bounds)) for number in NUMBERS} == expected
+
+
 # The values.
 
 
@@ -187,8 +264,8 @@ def test_what_is_not_finite_is_refused(number: Number, value: float) -> None:
 def test_what_is_out_of_bounds_is_refused(number: Number) -> None:
     bounds = number.bounds
     assert bounds is not None
-    smaller = None if bounds.min is None else bounds.min - 1
-    larger = None if bounds.max is None else bounds.max + 1
+    smaller = None if bounds.min is None else number.next(bounds.min, -math.inf)
+    larger = None if bounds.max is None else number.next(bounds.max, math.inf)
     for value in (smaller, bounds.above, larger, bounds.below):
         if value is not None:
             assert_refused(number, value, "must ")
@@ -227,8 +304,8 @@ CONTRADICTIONS = {
 def test_the_bounds_are_accepted_unless_another_key_contradicts(number: Number) -> None:
     bounds = number.bounds
     assert bounds is not None
-    above = None if bounds.above is None else math.nextafter(bounds.above, math.inf)
-    below = None if bounds.below is None else math.nextafter(bounds.below, -math.inf)
+    above = None if bounds.above is None else number.next(bounds.above, math.inf)
+    below = None if bounds.below is None else number.next(bounds.below, -math.inf)
     for value in (bounds.min, above, below, bounds.max):
         if value is None:
             continue

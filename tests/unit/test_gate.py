@@ -37,6 +37,7 @@ def test_differences_warn_then_stop_and_nan_stops() -> None:
     gate = SamplingGate(warn=0.1, stop=0.5)
     assert gate.judge({}, 3) is None, "a step without a compared token"
     assert gate.judge({DIFFERENCE: 0.1}, 3) is None
+    assert gate.judge({DIFFERENCE: 0.5}, 3) is not None, "at the bound itself, a warning"
     warning = gate.judge({DIFFERENCE: 0.2}, 3)
     assert warning is not None
     assert "weight version 3" in warning and "0.2 nats" in warning and "checks.warn_logprob_difference=0.1" in warning
@@ -49,15 +50,16 @@ def test_differences_warn_then_stop_and_nan_stops() -> None:
 
 
 def test_bounds_follow_the_dtype_unless_they_are_set() -> None:
-    def bounds(dtype: torch.dtype, *, top_p: float = 1.0, **checks: float) -> tuple[float, float]:
-        gate = SamplingGate.of(SamplingChecksConfig(**checks), RolloutConfig(top_p=top_p), dtype)
+    def bounds(dtype: torch.dtype, *, top_p: float = 1.0, top_k: int = -1, **checks: float) -> tuple[float, float]:
+        gate = SamplingGate.of(SamplingChecksConfig(**checks), RolloutConfig(top_p=top_p, top_k=top_k), dtype)
         return gate.warn, gate.stop
 
     assert bounds(torch.float32) == (1e-3, 1e-2)
     assert bounds(torch.bfloat16) == (0.1, 0.5)
     assert bounds(torch.bfloat16, max_logprob_difference=0.05) == (0.05, 0.05), "nothing is let pass without a word"
     assert bounds(torch.float32, warn_logprob_difference=0.5, max_logprob_difference=2.0) == (0.5, 2.0)
-    assert bounds(torch.float32, top_p=0.9) == (math.inf, math.inf), "a cut distribution differs by design"
+    for cut in ({"top_p": 0.9}, {"top_k": 1}):
+        assert bounds(torch.float32, **cut) == (math.inf, math.inf), "a cut distribution differs by design"
 
 
 def test_parts_of_a_stat_add_up_and_of_a_maximum_the_largest_stays() -> None:

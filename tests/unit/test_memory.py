@@ -14,6 +14,7 @@ from rlhf.planning.memory import (
     CONTEXT_BYTES,
     GIB,
     RING_BUCKETS,
+    RoleMemory,
     forward_bytes,
     frozen_memory,
     kept_by_layer,
@@ -23,6 +24,7 @@ from rlhf.planning.memory import (
     rollout_memory,
     training_bytes,
 )
+from rlhf.planning.memory_plan import Checkpointing, MemoryPlan
 from rlhf.planning.shapes import ModelShape
 from rlhf.recipes import load_config
 from rlhf.reward_config import RewardTrainingConfig
@@ -180,6 +182,30 @@ def test_a_publish_by_hand() -> None:
 def test_forward_by_hand() -> None:
     assert forward_bytes(TOY, tokens=100, chunk=3, lm_head=True, element_bytes=2) == 100 * 168 + 3 * 10 * 2
     assert forward_bytes(TOY, tokens=100, chunk=3, lm_head=False, element_bytes=2) == 100 * 168
+
+
+def test_what_a_rank_holds_by_hand() -> None:
+    """A rank's training and its scoring are never at the same time; offloaded state counts in training alone."""
+    memory = RoleMemory(1.0, gradients=2.0, optimizer=4.0, training=100.0, scoring=50.0, kv_cache=8.0, other=16.0)
+    assert memory.allocated == 107
+    assert memory.idle == 31
+    assert memory.scores == pytest.approx(31 + 54)
+    assert memory.peak == pytest.approx(31 + 108)
+    scores_more = dataclasses.replace(memory, training=50.0, scoring=100.0, offloads=True)
+    assert scores_more.allocated == 107
+    assert scores_more.idle == 27
+    assert scores_more.scores == pytest.approx(27 + 108)
+    assert scores_more.peak == pytest.approx(31 + 108)
+
+
+def test_an_engines_rank_by_hand() -> None:
+    """Weights are divided among the ranks, and the cache takes what is left of each rank's share."""
+    weights = 2 * TOY.parameters(lm_head=True) / 2
+    memory = rollout_memory(TOY, budget_bytes=10 * GIB, tensor_parallel_size=2)
+    assert (memory.weights, memory.kv_cache) == (weights, 8 * GIB - weights)
+    bounded = rollout_memory(TOY, budget_bytes=10 * GIB, tensor_parallel_size=1, cache_tokens=100)
+    assert bounded.kv_cache == pytest.approx(1.1 * 100 * 2 * 2 * 2 * 2)  # key and value, 2 layers, one head of 2
+    assert rollout_memory(TOY, budget_bytes=GIB, tensor_parallel_size=1, cache_tokens=100).kv_cache < 0
 
 
 # Against benchmarks/RESULTS.md: one H200, allocated GiB.
@@ -358,6 +384,9 @@ def test_optimiser_leaves_where_vllm_cannot_wake_beside_it(tmp_path: Path) -> No
     assert without is not None
     saved = without.gpus["shared"]["generate"] - plan.gpus["shared"]["generate"]
     assert saved == pytest.approx(plan.roles["learner"].optimizer)
+    wanted = with_shape(tmp_path, QWEN_05B, "grpo_0.5b_1gpu.yaml", "learner.offload_when_idle=true")
+    roomy = plan_memory(wanted, 80 * GIB)
+    assert roomy is not None and roomy.settings("learner").offload_when_idle
 
 
 @pytest.mark.parametrize(
@@ -400,6 +429,38 @@ def test_what_does_not_fit_is_one_line_with_the_key(
     assert "\n" not in str(caught.value)
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("gpu", ["learner", "shared"])
+def test_a_phase_may_fill_the_gpu_and_not_a_byte_more(gpu: str) -> None:
+    config = load_config(CONF / "grpo_tiny.yaml", ["model.path=x"])
+    roles = {"learner": RoleMemory(1.0, training=2.0), "rollout": RoleMemory(1.0, kv_cache=1.0)}
+    on = {"learner": Checkpointing(on=True, needed=0.0, left=0.0)}
+
+    def plan(needed: float) -> MemoryPlan:
+        return MemoryPlan(config, 8 * GIB, roles, {gpu: {"generate": 1.0, "score": needed, "train": 2.0}}, on)
+
+    for role in (None, "learner"):
+        plan(8 * GIB).check(role)
+        with pytest.raises(ConfigError, match=r"^learner.*: 8\.0 GiB predicted to score, the GPU has 8\.0; lower "):
+            plan(8 * GIB + 1).check(role)
+
+
+@pytest.mark.parametrize(
+    ("scoring", "key"),
+    [
+        ({"learner": 1.0, "reference": 3.0, "reward_model": 2.0}, "reference"),
+        ({"learner": 1.0, "reference": 2.0, "reward_model": 3.0}, "reward.model"),
+        ({"learner": 1.0, "reward_model": 2.0}, "reward.model"),
+        ({"learner": 2.0, "reward_model": 1.0}, "learner"),
+    ],
+)
+def test_the_remedy_for_scoring_names_the_model_that_takes_the_most(scoring: dict[str, float], key: str) -> None:
+    config = load_config(CONF / "grpo_tiny.yaml", ["model.path=x"])
+    roles = {role: RoleMemory(9.0 - size, scoring=size) for role, size in scoring.items()}
+    plan = MemoryPlan(config, GIB, roles, {"shared": {"score": 2 * GIB}}, {})
+    with pytest.raises(ConfigError, match=rf"lower {key}\.micro_batch_tokens, or use placement\.mode=separate"):
+        plan.check()
 
 
 def test_a_kind_that_asks_for_other_gpus_is_not_judged_by_these(tmp_path: Path) -> None:

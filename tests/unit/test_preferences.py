@@ -1,9 +1,11 @@
 """Preference pairs: what is read, what is refused and with which words, and what the tokens are."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -26,8 +28,8 @@ def write(directory: Path, *rows: Any) -> str:
     return str(file)
 
 
-def load(source: str, tokenizer, *, split="train", **config: Any) -> PreferenceSet:
-    return load_preferences(source, PreferenceDataConfig(train=source, **config), tokenizer, split=split, seed=0)
+def load(source: str, tokenizer, *, split="train", seed: int = 0, **config: Any) -> PreferenceSet:
+    return load_preferences(source, PreferenceDataConfig(train=source, **config), tokenizer, split=split, seed=seed)
 
 
 def test_plain_and_chat_pairs_are_tokenised_as_the_reward_model_reads_them(tmp_path: Path, tiny_tokenizer) -> None:
@@ -54,17 +56,30 @@ def test_a_fingerprint_follows_tokens_order_and_margins(tmp_path: Path, tiny_tok
     prints = [load(write(tmp_path, *of), tiny_tokenizer).fingerprint() for of in rows]
     assert len(set(prints)) == 4 and prints[0] == prints[4]
 
+    def of(chosen: list[int], rejected: list[int]) -> str:
+        pair = Pair(np.array(chosen, np.int32), np.array(rejected, np.int32))
+        return PreferenceSet("s", [pair], 0).fingerprint()
+
+    assert len({of([1, 2], [3]), of([1, 4], [3]), of([1, 2], [4]), of([3], [1, 2]), of([1], [2, 3])}) == 5
+
 
 def test_the_end_of_a_long_text_is_kept(tmp_path: Path, tiny_tokenizer) -> None:
     whole = load(write(tmp_path, PLAIN), tiny_tokenizer).pairs[0]
     cut = load(write(tmp_path, PLAIN), tiny_tokenizer, max_tokens=6)
     assert cut.pairs[0].chosen.tolist() == whole.chosen.tolist()[-6:]
     assert cut.num_truncated == 2 and "2 texts truncated" in cut.summary()
+    lengths = sorted([len(whole.chosen), len(whole.rejected)])
+    assert lengths[0] < lengths[1]
+    of_limit = [load(write(tmp_path, PLAIN), tiny_tokenizer, max_tokens=n).num_truncated for n in lengths]
+    assert of_limit == [1, 0], "a text of exactly the limit is whole"
 
 
 def test_eval_keeps_the_first_pairs(tmp_path: Path, tiny_tokenizer) -> None:
     source = write(tmp_path, PLAIN, CHAT, PLAIN)
-    assert len(load(source, tiny_tokenizer, split="eval", eval_size=2).pairs) == 2
+    held_out = load(source, tiny_tokenizer, split="eval", eval_size=2).pairs
+    assert [pair.margin for pair in held_out] == [0.0, 0.5]
+    assert len(load(source, tiny_tokenizer, eval_size=2).pairs) == 3, "training takes all"
+    assert len(load("task:phrases", tiny_tokenizer, split="eval", eval_size=2).pairs) == 2
 
 
 @pytest.mark.parametrize(
@@ -80,6 +95,15 @@ def test_eval_keeps_the_first_pairs(tmp_path: Path, tiny_tokenizer) -> None:
         ),
         (PLAIN | {"rejected": " hello"}, "line 2: chosen and rejected are the same"),
         (PLAIN | {"chosen": ["a", "b"]}, "line 2: chosen must be a string, or a list of one assistant message"),
+        (
+            PLAIN | {"rejected": [{"role": "user", "content": "a"}]},
+            "line 2: rejected must be a string, or a list of one assistant message",
+        ),
+        (
+            PLAIN | {"rejected": [{"role": "assistant", "content": "a"}] * 2},
+            "line 2: rejected must be a string, or a list of one assistant message",
+        ),
+        (PLAIN | {"margin": math.inf}, "line 2: margin=inf must be a number of at least 0"),
         (PLAIN | {"margin": -1}, "line 2: margin=-1 must be a number of at least 0"),
         (PLAIN | {"margin": True}, "line 2: margin=True must be a number"),
     ],
@@ -124,9 +148,11 @@ def test_built_in_pairs_repeat_and_splits_share_none(tiny_tokenizer) -> None:
     args = {"num_rows": 30}
     first, again = (load("task:phrases", tiny_tokenizer, task_args=args).pairs for _ in range(2))
     held_out = load("task:phrases", tiny_tokenizer, task_args=args, split="eval").pairs
-    texts = [[tuple(pair.chosen) for pair in pairs] for pairs in (first, again, held_out)]
+    reseeded = load("task:phrases", tiny_tokenizer, task_args=args, seed=1).pairs
+    texts = [[tuple(pair.chosen) for pair in pairs] for pairs in (first, again, held_out, reseeded)]
     assert texts[0] == texts[1]
     assert not set(texts[0]) & set(texts[2])
+    assert not set(texts[0]) & set(texts[3])
 
 
 def test_a_batch_weighs_each_pair_alike(tmp_path: Path, tiny_tokenizer) -> None:
@@ -144,10 +170,11 @@ def test_a_batch_weighs_each_pair_alike(tmp_path: Path, tiny_tokenizer) -> None:
 
 def test_an_epoch_is_every_pair_once_in_an_order_of_its_own(tiny_tokenizer) -> None:
     pairs: list[Pair] = load("task:phrases", tiny_tokenizer, task_args={"num_rows": 10}).pairs
-    epochs = [epoch_batches(pairs, 4, epoch=epoch, seed=0, shuffle=True) for epoch in (0, 1)]
+    orders = [(0, 0), (1, 0), (0, 1)]
+    epochs = [epoch_batches(pairs, 4, epoch=epoch, seed=seed, shuffle=True) for epoch, seed in orders]
     for batches in epochs:
         assert [len(batch) for batch in batches] == [4, 4, 2]
         assert sorted(id(pair) for batch in batches for pair in batch) == sorted(map(id, pairs))
-    assert [id(p) for b in epochs[0] for p in b] != [id(p) for b in epochs[1] for p in b]
+    assert len({tuple(id(p) for b in batches for p in b) for batches in epochs}) == 3
     straight = epoch_batches(pairs, 4, epoch=0, seed=0, shuffle=False)
     assert [id(p) for b in straight for p in b] == [id(p) for p in pairs]

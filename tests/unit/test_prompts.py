@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.config import DataConfig
+from rlhf.data import prompts as prompts_module
 from rlhf.data.prompt_stream import PromptStream
 from rlhf.data.prompts import PromptReport, PromptSet, load_prompts
 from rlhf.errors import CheckpointError, ConfigError, DataError
@@ -98,7 +100,10 @@ def test_every_source_gives_the_same_prompts(kind: str, tmp_path: Path, tokenize
 
 def test_eval_takes_the_test_split_and_at_most_eval_size(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     assert load(save_as("dataset_dict", tmp_path), tokenizer, "eval").texts == ["question 3", "question 4"]
-    assert load(save_as("jsonl", tmp_path), tokenizer, "eval", eval_size=2).texts == ["question 0", "question 1"]
+    for kind in ("jsonl", "parquet"):
+        prompts = load(save_as(kind, tmp_path), tokenizer, "eval", eval_size=2)
+        assert prompts.texts == ["question 0", "question 1"]
+        assert prompts.report.num_rows == 2
 
 
 def test_tasks_take_their_arguments_and_stay_disjoint(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -108,6 +113,9 @@ def test_tasks_take_their_arguments_and_stay_disjoint(tokenizer: PreTrainedToken
     assert (len(train), len(held_out)) == (40, 5)
     assert not set(train.texts) & set(held_out.texts)
     assert train.columns["answer"]
+    assert load("task:arithmetic", tokenizer, task_args=args, prompt_column="text").texts == train.texts
+    other = load_prompts("task:arithmetic", config(task_args=args), tokenizer, split="train", seed=1)
+    assert other.texts != train.texts
 
 
 def test_columns_keep_their_types_and_a_missing_value_is_none(
@@ -146,10 +154,10 @@ def test_chats_get_the_template_and_no_second_bos(
 
 
 def test_the_system_prompt_is_given_to_chats_that_have_none(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    own = [{"role": "system", "content": "own"}, {"role": "user", "content": "hi"}]
+    own = [{"role": "system", "content": ""}, {"role": "user", "content": "hi"}]
     source = write_jsonl(tmp_path / "p.jsonl", [{"prompt": own}, {"prompt": own[1:]}])
     first, second = load(source, tokenizer, system_prompt="default").all()
-    assert first.messages == own
+    assert first.messages == own, "an empty message of its own is one, too"
     assert second.messages == [{"role": "system", "content": "default"}, own[1]]
     assert second.text.startswith("<bos>system: default\n")
 
@@ -194,7 +202,38 @@ def test_a_template_that_refuses_a_chat_names_the_row(tmp_path: Path, tokenizer:
 
 
 def overlong_rows(tmp_path: Path) -> str:
+    """Of 4, 31, 6 and 21 tokens."""
     return write_jsonl(tmp_path / "p.jsonl", [{"prompt": "z" * n, "n": n} for n in (3, 30, 5, 20)])
+
+
+def test_a_prompt_of_exactly_the_limit_is_kept_and_one_above_it_dropped(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    source = overlong_rows(tmp_path)
+    assert [load(source, tokenizer, max_prompt_tokens=n).columns["n"] for n in (5, 6, 20, 21)] == [
+        [3],
+        [3, 5],
+        [3, 5],
+        [3, 5, 20],
+    ]
+    whole = load(source, tokenizer, max_prompt_tokens=31)
+    assert whole.report == PromptReport(num_rows=4, num_dropped=0, num_truncated=0, longest=31)
+
+
+def test_chats_that_are_kept_stay_with_their_texts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    chats = [[{"role": "user", "content": content}] for content in ("z" * 99, "hi", "z" * 99, "there")]
+    source = write_jsonl(tmp_path / "p.jsonl", [{"prompt": chat} for chat in chats])
+    prompts = load(source, tokenizer, max_prompt_tokens=60)
+    assert prompts.chats == [chats[1], chats[3]]
+    assert [p.text for p in prompts.all()] == ["<bos>user: hi\nassistant:", "<bos>user: there\nassistant:"]
+
+
+def test_more_rows_than_are_tokenised_at_once(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts_module, "TOKENIZE_ROWS", 4)
+    found = load(save_as("jsonl", tmp_path), tokenizer)
+    assert [ids.tolist() for ids in found.token_ids] == [tokenizer(row["prompt"])["input_ids"] for row in ROWS]
 
 
 def test_overlong_prompts_are_dropped_with_their_columns(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -267,7 +306,10 @@ def test_no_prompt_left_is_an_error(tmp_path: Path, tokenizer: PreTrainedTokeniz
         (b'{"prompt": [{"role": "user", "content": "a"}]}\n{"prompt": 4}\n', "row 2: the prompt is a int"),
         (b'{"prompt": ["hi"]}\n', "must have a role and a content, both strings"),
         (b'{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}\n', "a role and a content, both strings"),
-        (b'{"prompt": [{"role": "assistant", "content": "a"}]}\n', "the chat ends with an assistant message"),
+        (
+            b'{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
+            "the chat ends with an assistant message",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_jsonl_file(
@@ -348,6 +390,31 @@ def test_a_tokenizer_that_encodes_to_nothing_is_an_error(tmp_path: Path) -> None
 
 
 # ---- the stream
+
+
+def test_a_fingerprint_follows_tokens_their_order_and_where_a_prompt_ends() -> None:
+    def of(*prompts: list[int]) -> str:
+        token_ids = [np.array(ids, dtype=np.int32) for ids in prompts]
+        report = PromptReport(len(prompts), 0, 0, 9)
+        return PromptSet("s", ["text"] * len(prompts), token_ids, None, {}, report).fingerprint()
+
+    assert of([1, 2], [3]) == of([1, 2], [3])
+    different = [of([1, 2], [3]), of([1, 2], [4]), of([1], [2, 3]), of([3], [1, 2]), of([2, 1], [3]), of([1, 2, 3])]
+    assert len(set(different)) == 6
+
+
+def test_a_prompt_keeps_what_belongs_to_it_and_its_id_finds_it_again(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    rows = [{"prompt": [{"role": "user", "content": f"question {i}"}], "answer": i} for i in range(6)]
+    stream = PromptStream(load(write_jsonl(tmp_path / "p.jsonl", rows), tokenizer), shuffle=True, seed=0)
+    taken = stream.take(15)
+    for prompt in taken:
+        question = f"question {prompt.columns['answer']}"
+        assert prompt.messages == [{"role": "user", "content": question}]
+        assert prompt.text == f"<bos>user: {question}\nassistant:" == tokenizer.decode(prompt.token_ids)
+    assert [stream.at(prompt.id) for prompt in reversed(taken)] == taken[::-1], "of earlier epochs, too"
+    assert [prompt.id for prompt in stream.take(2)] == [15, 16]
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import functools
 import math
 import pickle
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -33,6 +34,7 @@ from rlhf.rewards.functions import (
     number_match,
 )
 from rlhf.rewards.total import Scores, combine
+from tests.fake_ray import Clock
 
 MODULE = """
 counter = 0
@@ -108,13 +110,13 @@ def score_two(call: Callable[..., Any], timeout_s: float = 5.0) -> list[float]:
 
 
 def test_exact_match() -> None:
-    assert exact_match([" 7\n", "8", "7 ", "x"], ["7", "7", 7, None]) == [1.0, 0.0, 1.0, None]
+    assert exact_match([" 7\n", "8", "7 ", "x", "a"], ["7", "7", 7, None, " a\n"]) == [1.0, 0.0, 1.0, None, 1.0]
     assert exact_match([[{"role": "assistant", "content": "7"}]], ["7"]) == [1.0]
 
 
 def test_contains_answer_wants_whole_words() -> None:
-    texts = ["it is 7.", "it is 17", "a (b) c", "7"]
-    assert contains_answer(texts, ["7", "7", "(b)", None]) == [1.0, 0.0, 1.0, None]
+    texts = ["it is 7.", "it is 17", "it is 71", "a (b) c", "7"]
+    assert contains_answer(texts, ["7", "7", "7", "(b)", None]) == [1.0, 0.0, 0.0, 1.0, None]
 
 
 @pytest.mark.parametrize(
@@ -141,6 +143,7 @@ def test_number_match() -> None:
     assert number_match(texts, ["1000", 1000, 2.0, "1", None]) == [1.0, 1.0, 0.0, 0.0, None]
     assert number_match(["3.14"], ["3.1416"], tolerance=0.01) == [1.0]
     assert number_match(["3.14"], ["3.1416"], tolerance=0.001) == [0.0]
+    assert number_match(["1.3", "0.7"], ["1", "1"], tolerance=0.3) == [1.0, 1.0], "0.3 as it is written, included"
     with pytest.raises(ValueError, match="answer 'seven' contains no number"):
         number_match(["7"], ["seven"])
 
@@ -152,6 +155,7 @@ def test_even_tokens() -> None:
 def test_length_penalty_is_soft_then_full() -> None:
     ids = [[0] * n for n in (4, 6, 7, 10, 12)]  # max 10, buffer 4: free up to 6
     assert length_penalty(ids, max_tokens=10, buffer_tokens=4) == [0.0, 0.0, -0.25, -1.0, -1.0]
+    assert length_penalty(ids[:2], max_tokens=4, buffer_tokens=4) == [-1.0, -1.0]
     with pytest.raises(ValueError, match="buffer_tokens=11 must be from 1 to max_tokens=10"):
         length_penalty(ids, max_tokens=10, buffer_tokens=11)
 
@@ -424,6 +428,40 @@ def test_what_a_function_raises_is_named_and_chained(call: Any, message: str, ca
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
+def test_an_async_functions_time_begins_when_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def wait(futures: Any, timeout: float, return_when: str) -> Any:
+        given.append(timeout)
+        return set(), set(futures)
+
+    async def judge(completions: Any) -> list[float]:
+        return [0.0, 0.0]
+
+    clock = Clock(monkeypatch)
+    group = together(judge, timeout_s=60.0).submit(plain(), ["a", "b"], [[1], [2]])
+    clock.now_s += 25.0
+    monkeypatch.setattr("rlhf.rewards.scoring.wait", wait)
+    with pytest.raises(DeadlineError):
+        group.result()
+    assert given == [35.0]
+
+
+def test_what_is_late_is_cancelled() -> None:
+    cancelled = threading.Event()
+
+    async def stuck(completions: Any) -> list[float]:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+        return [0.0, 0.0]
+
+    with pytest.raises(DeadlineError):
+        score_two(stuck, timeout_s=0.1)
+    assert cancelled.wait(10), "it would go on for nobody"
+
+
 def test_a_failure_does_not_wait_for_the_others() -> None:
     async def slow(completions: Any) -> list[float]:
         await asyncio.sleep(600)
@@ -467,9 +505,11 @@ def test_what_is_not_one_number_per_completion(values: Any, message: str) -> Non
 
 def test_combine_is_the_weighted_sum_of_those_that_did_not_abstain() -> None:
     scores = {"a": [1.0, math.nan, 2.0], "b": [10.0, 20.0, math.nan]}
-    combined = combine(scores, {"a": 2.0, "b": 0.5, "unused": 9.0})
+    combined = combine(scores, {"unused": 9.0, "b": 0.5, "a": 2.0})
     assert combined.dtype == torch.float32
     assert combined.tolist() == [7.0, 10.0, 4.0]
+    assert combine({"penalty": [4.0, math.nan]}, {"penalty": -0.5})[:1].tolist() == [-2.0], "a penalty is a number, too"
+    assert combine({"a": [1e8], "b": [1.0], "c": [1e8]}, {"a": 1.0, "b": 1.0, "c": -1.0}).tolist() == [1.0]
 
 
 def test_a_row_to_which_nobody_gave_a_number_has_no_reward() -> None:
@@ -490,6 +530,16 @@ def test_a_function_of_weight_zero_decides_nothing() -> None:
 def test_a_sum_that_float32_cannot_hold_is_an_error() -> None:
     with pytest.raises(RewardError, match="the reward of completion 1, the weighted sum of a, b, is too large"):
         combine({"a": [1.0, 1e30], "b": [0.0, 0.0]}, {"a": 1e10, "b": 1.0})
+
+
+def test_the_scores_of_batches_join_by_name() -> None:
+    parts = [
+        Scores({"a": [1.0], "b": [2.0]}, {"a": 1.0, "b": 10.0}),
+        Scores({"b": [3.0, 4.0], "a": [5.0, 6.0]}, {"a": 1.0, "b": 10.0}),
+    ]
+    whole = Scores.concat(parts)
+    assert whole.given == {"a": [1.0, 5.0, 6.0], "b": [2.0, 3.0, 4.0]}
+    assert whole.rewards.tolist() == [21.0, 35.0, 46.0]
 
 
 def test_more_abstained_than_allowed_ends_the_run() -> None:

@@ -14,7 +14,7 @@ import pytest
 from rlhf.config import RewardFunctionConfig
 from rlhf.errors import DeadlineError, RewardError
 from rlhf.rewards import RewardFunction, load_reward_functions
-from rlhf.rewards.process import FunctionProcess
+from rlhf.rewards.process import LOADED, FunctionProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -224,6 +224,27 @@ def test_what_fails_in_the_process_alone_is_known_at_its_start(tmp_path: Path, i
     loaded = load_reward_functions([RewardFunctionConfig(f"{tmp_path}/starts.py:score")])
     with pytest.raises(RewardError, match=message):
         FunctionProcess(loaded, timeout_s=60, start_timeout_s=60).start()
+
+
+def test_loading_and_each_call_have_their_own_deadlines(functions, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, float]] = []
+
+    class Answers:
+        is_alive = True
+
+        def ask(self, message: Any, timeout_s: float) -> Any:
+            asked.append((message, timeout_s))
+            return LOADED if isinstance(message, list) else [1.0, 2.0]
+
+        def end(self) -> None:
+            pass
+
+    monkeypatch.setattr("rlhf.rewards.process.Child", Answers)
+    where, boom = functions["where"], functions["boom"]
+    process = FunctionProcess([where, boom], timeout_s=3, start_timeout_s=7)
+    assert process.score([(where, TWO), (boom, {})], 2) == {"where": [1.0, 2.0], "boom": [1.0, 2.0]}
+    load = [(f.name, f.path, f.key) for f in (where, boom)]
+    assert asked == [(load, 7), (("where", TWO, 2), 3), (("boom", {}, 2), 3)]
 
 
 def test_starting_has_a_deadline(functions) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from actors.proxies import RewardGroup, divide
 from benchmarks.bench_learner import ragged_batch
+from rlhf.batch import Prompt, Rollout, TrainBatch
 from rlhf.config import TimeoutConfig
 from rlhf.errors import RewardError
 from rlhf.models.loading import load_policy
@@ -69,6 +71,37 @@ def test_a_frozen_model_scores_each_batch_as_if_it_came_alone(tiny_model_dir) ->
     assert [len(scores) for scores in together] == [batch.num_completion_tokens for batch in batches]
     for batch, scores in zip(batches, together, strict=True):
         assert torch.equal(scores, scorer.score([batch])[0])
+
+
+def test_a_reward_model_reads_a_prompt_with_its_own_template_the_date_and_the_end(tiny_model_dir, monkeypatch) -> None:
+    read: list[list[int]] = []
+
+    def score(self: FrozenScorer, batches: Sequence[TrainBatch]) -> list[torch.Tensor]:
+        for batch in batches:
+            sequences = batch.tokens.split((batch.prompt_lengths + 1).tolist())
+            read.extend(sequence[:-1].tolist() for sequence in sequences)
+        return [torch.zeros(len(batch.prompt_lengths)) for batch in batches]
+
+    def rollout(prompt: Prompt) -> Rollout:
+        return Rollout(prompt, 0, [7], np.zeros(1, np.int32), "stop")
+
+    monkeypatch.setattr(FrozenScorer, "score", score)
+    messages = [{"role": "user", "content": "hi"}]
+    chat, plain = rollout(Prompt(0, [5], "as the policy reads it", messages)), rollout(Prompt(1, [5], "2 + 2 ="))
+    for max_tokens, kept in ((60, slice(None)), (3, slice(-3, None))):
+        model = RewardModel(
+            str(tiny_model_dir),
+            torch.nn.Identity(),  # type: ignore[arg-type]
+            max_tokens=max_tokens,
+            token_budget=64,
+            device=torch.device("cpu"),
+            date="2001-02-03",
+        )
+        model.tokenizer.chat_template = "{{ strftime_now('%Y') }} {{ messages[0].content }}: {{ messages[1].content }}"
+        read.clear()
+        assert model.score([[chat], [plain, plain]], [["yes"], [" 4", " 5"]]) == [[0.0], [0.0, 0.0]]
+        texts = ["2001 hi: yes", "2 + 2 = 4", "2 + 2 = 5"]
+        assert read == [model.tokenizer(text)["input_ids"][kept] for text in texts]
 
 
 def test_a_reward_model_that_gives_no_number_is_named(tiny_model_dir, monkeypatch) -> None:

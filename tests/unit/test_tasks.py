@@ -30,6 +30,10 @@ def test_rows_are_distinct_and_a_small_task_gives_all_it_has() -> None:
     assert sum(len(rows) for rows in splits) == 25  # 5 x 5 pairs of operands
 
 
+def test_a_task_gives_as_many_rows_as_it_says() -> None:
+    assert len(task_rows("phrases", {}, split="train", seed=0)) == 1000
+
+
 def test_max_rows_overrides_num_rows() -> None:
     assert len(task_rows("phrases", {"num_rows": 5}, split="eval", seed=0, max_rows=7)) == 7
 

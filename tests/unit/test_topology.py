@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from rlhf.config import Config
-from rlhf.planning.topology import Slot, plan_topology
+from rlhf.planning.topology import GroupSpec, Slot, plan_topology
 from rlhf.recipes import load_config
+from rlhf.reward_config import RewardTrainingConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -79,6 +80,50 @@ def test_a_kind_asks_for_its_own_resources() -> None:
     topology = plan_topology(kinds, "gpu")
     assert topology.groups[-2].bundles == ({"CPU": 1.0, "GPU": 2.0, "h100": 1.0},)
     assert topology.slots["rollout"][1] == Slot("rollout-1", 0, 1.0, 2.0, (), {"h100": 1.0})
+
+
+def test_ranks_sit_in_their_order_and_share_a_gpu_in_fixed_parts() -> None:
+    """PPO with all roles on two GPUs: rank r of each role with rank r of the learner, the reference's third on the
+    first GPU again."""
+    settings = ["placement.mode=colocate", "learner.num_ranks=2", "critic.num_ranks=2", "reference.num_ranks=3"]
+    settings += ["algorithm.name=ppo", "reward.model.path=r", "reward.num_workers=2", "rollout.num_workers=2"]
+    cpus = ["learner.cpus_per_rank=2", "critic.cpus_per_rank=3", "reference.cpus_per_rank=4"]
+    topology = plan_topology(
+        config(*settings, *cpus, "reward.model.cpus_per_rank=5", "rollout.cpus_per_worker=6"), "gpu"
+    )
+    assert topology.slots == {
+        "learner": (Slot("shared", 0, 2, 0.4), Slot("shared", 1, 2, 0.4)),
+        "critic": (Slot("shared", 0, 3, 0.2), Slot("shared", 1, 3, 0.2)),
+        "reference": (Slot("shared", 0, 4, 0.1), Slot("shared", 1, 4, 0.1), Slot("shared", 0, 4, 0.1)),
+        "reward_model": (Slot("shared", 0, 5, 0.1),),
+        "rollout": (Slot("shared", 0, 6, 0.2), Slot("shared", 1, 6, 0.2)),
+        "reward": (Slot("reward", 0, 1, 0), Slot("reward", 1, 1, 0)),
+    }
+    assert topology.groups == (
+        GroupSpec("shared", ({"CPU": 24, "GPU": 1}, {"CPU": 15, "GPU": 1}), "PACK"),
+        GroupSpec("reward", ({"CPU": 1}, {"CPU": 1}), "PACK"),
+    )
+
+
+def test_roles_with_their_own_gpus_sit_in_their_order() -> None:
+    topology = plan_topology(config("learner.num_ranks=2", "learner.cpus_per_rank=3", "rollout.num_workers=2"), "gpu")
+    assert topology.slots["learner"] == (Slot("learner", 0, 3, 1), Slot("learner", 1, 3, 1))
+    assert topology.slots["rollout"] == (Slot("rollout-0", 0, 1, 1), Slot("rollout-1", 0, 1, 1))
+    assert topology.groups == (
+        GroupSpec("learner", ({"CPU": 3, "GPU": 1},) * 2, "PACK"),
+        GroupSpec("reference", ({"CPU": 1, "GPU": 1},), "PACK"),
+        GroupSpec("rollout-0", ({"CPU": 1, "GPU": 1},), "STRICT_PACK"),
+        GroupSpec("rollout-1", ({"CPU": 1, "GPU": 1},), "STRICT_PACK"),
+        GroupSpec("reward", ({"CPU": 1},), "PACK"),
+    )
+
+
+def test_a_reward_models_training_has_its_learner_alone() -> None:
+    schema = RewardTrainingConfig
+    settings = ["model.path=x", "learner.num_ranks=2", "learner.cpus_per_rank=3"]
+    topology = plan_topology(load_config(ROOT / "conf" / "reward_tiny.yaml", settings, schema), "gpu")
+    assert topology.groups == (GroupSpec("learner", ({"CPU": 3, "GPU": 1},) * 2, "PACK"),)
+    assert topology.slots == {"learner": (Slot("learner", 0, 3, 1), Slot("learner", 1, 3, 1))}
 
 
 def test_several_engines_share_each_gpu_evenly() -> None:
