@@ -33,7 +33,7 @@ SETTINGS = """
 source_paths = [{module}]
 also_copy = {copied}
 do_not_mutate_patterns = {left_alone}
-pytest_add_cli_args = ["-p", "no:cacheprovider", "--hypothesis-seed=0"]
+pytest_add_cli_args = ["-p", "no:cacheprovider", "--hypothesis-seed=0", "--hypothesis-profile=first failure"]
 pytest_add_cli_args_test_selection = {tests}
 process_isolation = "forkserver" # a fork of a process that has run autograd cannot run it
 """

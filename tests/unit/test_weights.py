@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,6 +133,32 @@ def test_a_load_plan_copies_what_the_loader_would(bucket_bytes: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
 
 
+def test_a_bucket_is_copied_where_it_belongs_and_nowhere_else() -> None:
+    source, model = checkpoint(), Fused()
+    layout = bucket_layout(source, 40)  # type: ignore[arg-type]
+    plan = LoadPlan(model, model.load_weights, layout)
+    for specs in layout:
+        copies = plan.copies(specs, torch.zeros(bucket_size(specs), dtype=torch.uint8))
+        assert [target.shape for target, _ in copies] == [rows.shape for _, rows in copies]
+        needed = sum(spec.num_bytes // 4 // (2 if spec.name == "out" else 1) for spec in specs)  # half of its columns
+        assert sum(target.numel() for target, _ in copies) == needed
+        assert all(target.numel() for target, _ in copies)
+
+
+def test_planning_shows_the_loader_every_weight_as_it_is_but_without_memory() -> None:
+    source = nn.ParameterDict({"a": torch.randn(3, 2).bfloat16(), "b": torch.randn(4)})
+    shown: list[tuple[str, torch.Size, torch.dtype, bool]] = []
+    model = nn.ParameterDict({name: torch.empty_like(p) for name, p in source.items()})
+
+    def load(weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            shown.append((name, tensor.shape, tensor.dtype, tensor.is_meta))
+            model[name].copy_(tensor)
+
+    LoadPlan(model, load, bucket_layout(source, 1000))  # type: ignore[arg-type]
+    assert shown == [("a", (3, 2), torch.bfloat16, True), ("b", (4,), torch.float32, True)]
+
+
 def test_loaders_that_do_more_than_copy_are_not_planned() -> None:
     layout = bucket_layout(checkpoint(), 100)  # type: ignore[arg-type]
     model = Fused()
@@ -147,6 +174,24 @@ def test_loaders_that_do_more_than_copy_are_not_planned() -> None:
     with pytest.raises(UnplannableError, match="qk: the loader writes 48 elements"):
         LoadPlan(model, forgetful, layout)
 
+    def rounding(weights: Iterable[tuple[str, Tensor]]) -> None:
+        model.load_weights(weights)
+        model.embed.data.fill_(1)
+
+    def repeating(weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            model.load_weights([(name, tensor[:1] if name == "q" else tensor)])
+
+    def inventing(weights: Iterable[tuple[str, Tensor]]) -> None:
+        model.load_weights((name, torch.empty_like(tensor)) for name, tensor in weights)
+
+    with pytest.raises(UnplannableError, match=r"aten\.fill_"):
+        LoadPlan(model, rounding, layout)
+    with pytest.raises(UnplannableError, match="transforms a weight before it copies it"):
+        LoadPlan(model, repeating, layout)
+    with pytest.raises(UnplannableError, match=r"aten\.empty_like|transforms a weight"):
+        LoadPlan(model, inventing, layout)
+
 
 def test_tensors_cut_by_rows_must_be_taken_by_rows() -> None:
     source, model = nn.ParameterDict({"w": torch.randn(4, 6)}), nn.Linear(4, 6, bias=False)
@@ -159,6 +204,15 @@ def test_tensors_cut_by_rows_must_be_taken_by_rows() -> None:
     with pytest.raises(UnplannableError, match="w is cut by rows"):
         LoadPlan(model, transposing, bucket_layout(source, 50))  # type: ignore[arg-type]
 
+    def by_element(weights: Iterable[tuple[str, Tensor]]) -> None:
+        for _, tensor in weights:
+            for i in range(4):
+                for j in range(6):
+                    model.weight.data[j, i].copy_(tensor[i, j])
+
+    with pytest.raises(UnplannableError, match="w is cut by rows"):
+        LoadPlan(model, by_element, bucket_layout(source, 50))  # type: ignore[arg-type]
+
 
 def test_only_plain_layers_keep_their_weights() -> None:
     def layer(method: str) -> nn.Module:
@@ -169,6 +223,16 @@ def test_only_plain_layers_keep_their_weights() -> None:
     class MLAAttention(nn.Module):
         def process_weights_after_loading(self) -> None: ...
 
+    class Attention(MLAAttention):
+        def __init__(self, **impl: object) -> None:
+            super().__init__()
+            self.impl = SimpleNamespace(**impl)
+
+    bare = nn.Linear(2, 2)
+    bare.quant_method = None  # type: ignore[assignment]
+    assert keeps_weights_as_loaded(nn.Sequential(bare, Attention(), Attention(sinks=None), bare))
+    assert not keeps_weights_as_loaded(nn.Sequential(Attention(), Attention(sinks=torch.zeros(1))))
+    assert not keeps_weights_as_loaded(nn.Sequential(bare, layer("UnquantizedFusedMoEMethod")))
     assert keeps_weights_as_loaded(nn.Sequential(layer("UnquantizedLinearMethod"), layer("UnquantizedEmbeddingMethod")))
     assert not keeps_weights_as_loaded(nn.Sequential(layer("UnquantizedFusedMoEMethod")))
     assert not keeps_weights_as_loaded(nn.Sequential(layer("UnquantizedLinearMethod"), MLAAttention()))
