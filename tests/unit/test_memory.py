@@ -553,7 +553,7 @@ def test_what_was_decided_for_a_learner_is_one_line() -> None:
 
 
 def test_what_an_engine_may_hold_is_one_line(tmp_path: Path) -> None:
-    """In bfloat16, a token of the 0.5B model takes 24 layers x 2 x 2 heads of 64 x 2 bytes; half of it over two GPUs."""
+    """A token of the 0.5B model takes 24 layers x 2 x 2 heads of 64 x 2 bytes, half of it on each of two GPUs."""
     kind = "rollout.extra_kinds.big={tensor_parallel_size: 2, gpu_memory_fraction: 0.25}"
     config = with_shape(tmp_path, QWEN_05B, "grpo_0.5b_1gpu.yaml", "placement.mode=separate", kind)
     token = 24 * 2 * 2 * 64 * 2

@@ -1,4 +1,4 @@
-"""The routes' two ends in one process: every bucket arrives as it was sent, and each learner rank sends from its place."""
+"""The two ends of each route in one process: every bucket arrives, and each learner rank sends from its place."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence

@@ -126,7 +126,7 @@ def test_on_policy_takes_exactly_its_prompts_in_their_order() -> None:
         assert [(r.prompt.id, r.sample_index) for r in batch.rollouts] == expected
         assert batch.packed.versions.unique().tolist() == [step]
         assert prompts.taken == 4 * step + 4
-        assert len(batch.scores.given["right"]) == 8
+        assert len(batch.scores.given["right"]) == 8 and batch.ref_logprobs is None
 
 
 def test_every_group_has_its_own_scores_and_reference_however_many_finish_together() -> None:
