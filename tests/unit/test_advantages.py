@@ -1,11 +1,13 @@
 """GAE, group baselines and whitening, against arithmetic done by hand."""
 
 import math
+from dataclasses import fields
 
 import pytest
 import torch
 
 from rlhf.algorithms.advantages import (
+    AdvantageInputs,
     clip_rewards,
     gae,
     group_normalized,
@@ -15,6 +17,7 @@ from rlhf.algorithms.advantages import (
     whiten,
 )
 from rlhf.algorithms.grpo import zero_variance_groups
+from rlhf.batch import TrainBatch
 
 
 def f64(values):
@@ -60,16 +63,21 @@ def test_gae_with_lambda_one_is_discounted_return_minus_value():
     torch.testing.assert_close(returns, f64(expected))
 
 
+def test_gae_of_a_single_token():
+    advantages, returns = gae(f64([[2.0]]), f64([[0.5]]), torch.tensor([[True]]), gamma=0.9, lam=0.5)
+    assert (advantages.tolist(), returns.tolist()) == ([[1.5]], [[2.0]])
+
+
 def test_place_scores_at_the_last_token():
-    rewards, scores = f64([[0.1, 0.2, 0.3], [0.4, 0.5, 0.0]]), f64([10.0, 20.0])
+    rewards, scores = f64([[0.1, 0.2, 0.3], [0.4, 0.5, 0.0]]), torch.tensor([10.0, 20.0], dtype=torch.float32)
     expected = f64([[0.1, 0.2, 10.3], [0.4, 20.5, 0.0]])
     torch.testing.assert_close(place_scores(rewards, scores, MASK), expected)
 
 
 def test_place_scores_one_after_the_last_token_where_there_is_padding():
-    rewards, scores = f64([[0.1, 0.2, 0.3], [0.4, 0.5, 0.0]]), f64([10.0, 20.0])
-    expected = f64([[0.1, 0.2, 10.3], [0.4, 0.5, 20.0]])
-    torch.testing.assert_close(place_scores(rewards, scores, MASK, after_last=True), expected)
+    rewards, scores = f64([[0.1, 0.2, 0.3], [0.4, 0.0, 0.0]]), f64([10.0, 20.0])
+    mask, expected = torch.tensor([[1, 1, 1], [1, 0, 0]]), f64([[0.1, 0.2, 10.3], [0.4, 20.0, 0.0]])
+    torch.testing.assert_close(place_scores(rewards, scores, mask, after_last=True), expected)
 
 
 def test_group_normalized_by_hand():
@@ -109,6 +117,7 @@ def test_whiten_by_hand():
     torch.testing.assert_close(whiten(x, mask), f64([[-2 / std, 0.0], [-1 / std, 3 / std]]))
     kept_mean = f64([[3 - 2 / std, 0.0], [3 - 1 / std, 3 + 3 / std]])
     torch.testing.assert_close(whiten(x, mask, shift_mean=False), kept_mean)
+    assert whiten(f64([5.0, 5.0]), torch.ones(2)).tolist() == [0.0, 0.0]
 
 
 def test_whiten_refuses_a_single_value():
@@ -143,6 +152,9 @@ def test_reinforce_plus_plus_baseline_leaves_out_missing_rewards():
     std = math.sqrt(20 / 5 + 1e-8)
     expected = [-1 / std, 0, 1 / std, 0, 0, 0, 0, 0, 0, -3 / std, 3 / std, 0]
     torch.testing.assert_close(reinforce_plus_plus_baseline(f64(MISSING), 3), f64(expected))
+    std = math.sqrt((1 + 1) / 1 + 1e-8)  # of -1 and 1, the only two
+    two = reinforce_plus_plus_baseline(f64([NAN, NAN, 1.0, 3.0]), 2)
+    torch.testing.assert_close(two, f64([0, 0, -1 / std, 1 / std]))
 
 
 ESTIMATORS = [
@@ -195,3 +207,11 @@ def test_group_normalized_refuses_what_cannot_work():
         group_normalized(torch.randn(4), 3, scale="group")
     with pytest.raises(ValueError, match="'std' is unknown; use group, batch or none"):
         group_normalized(torch.randn(4), 2, scale="std")
+
+
+def test_an_estimator_is_given_the_tensors_of_the_batch():
+    names = [field.name for field in fields(AdvantageInputs) if field.name not in ("rewards", "group_size")]
+    of = TrainBatch(**{name: torch.zeros(2) for name in names})
+    inputs = AdvantageInputs.of(of, rewards := torch.ones(2), 2)
+    assert inputs.rewards is rewards and inputs.group_size == 2
+    assert all(getattr(inputs, name) is getattr(of, name) for name in names)

@@ -2,12 +2,14 @@
 
 import math
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from rlhf.batch import Prompt, Rollout, merge_scores, pack, pad, unpad
+from rlhf.batch import Prompt, Rollout, last_token_batch, merge_scores, pack, pad, unpad
+from rlhf.errors import SamplingError
 
 
 def rollout(prompt_id: int, prompt: list[int], completion: list[int], finish_reason: str = "stop") -> Rollout:
@@ -27,12 +29,34 @@ def batch():
 
 
 def test_pack(batch) -> None:
-    assert batch.tokens.tolist() == list(range(1, 13))
+    assert batch.tokens.tolist() == list(range(1, 13)) and batch.tokens.dtype == torch.int64
     assert batch.prompt_lengths.tolist() == [2, 1, 3]
     assert batch.completion_lengths.tolist() == [3, 1, 2]
     assert batch.truncated.tolist() == [False, True, False]
     assert batch.rollout_logprobs.tolist() == [-3, -4, -5, -7, -11, -12]
     assert batch.versions.tolist() == [4] * 6
+
+
+def test_a_completion_without_log_probabilities_has_nan_for_them() -> None:
+    asked, not_asked = rollout(0, [1], [2, 3]), replace(rollout(0, [1], [4, 5, 6]), logprobs=None)
+    logprobs = pack([asked, not_asked]).rollout_logprobs
+    assert logprobs is not None and logprobs.dtype == torch.float32
+    assert str(logprobs.tolist()) == "[-2.0, -3.0, nan, nan, nan]"
+    assert pack([not_asked]).rollout_logprobs is None
+
+
+def test_a_log_probability_that_is_not_finite_is_named() -> None:
+    odd = replace(rollout(5, [1], [2, 3]), sample_index=2, logprobs=np.array([-1.0, -np.inf], dtype=np.float32))
+    with pytest.raises(SamplingError, match="prompt 5, completion 2: vLLM's log-probabilities are not all finite"):
+        pack([rollout(0, [1], [4]), odd])
+
+
+def test_a_whole_sequence_is_scored_before_a_token_appended_to_it() -> None:
+    batch = last_token_batch([[1, 2, 3], [4]])
+    assert batch.tokens.tolist() == [1, 2, 3, 3, 4, 4]
+    assert batch.prompt_lengths.tolist() == [3, 1] and batch.completion_lengths.tolist() == [1, 1]
+    assert batch.truncated.tolist() == [False, False] and batch.truncated.dtype == torch.bool
+    assert batch.versions.tolist() == [0, 0] and batch.versions.dtype == torch.int32
 
 
 def test_to_takes_every_tensor_along(batch) -> None:
@@ -50,6 +74,12 @@ def test_select_reorders_every_field_alike(batch) -> None:
     assert picked.rewards.tolist() == [2.0, 0.0]
     assert picked.advantages.tolist() == [4, 5, 0, 1, 2]
     assert picked.values is None
+
+
+def test_neighbours_with_the_same_prompt_are_a_run() -> None:
+    prompts = [[1, 2], [1, 2], [1, 3], [1], [1, 2]]
+    batch = pack([rollout(i, prompt, [7] * (i + 1)) for i, prompt in enumerate(prompts)])
+    assert batch.prompt_runs() == [range(2), range(2, 3), range(3, 4), range(4, 5)]
 
 
 def test_who_has_no_reward_is_known_after_select_and_pickling(batch) -> None:

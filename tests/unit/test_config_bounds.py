@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
 
-from rlhf.bounds import Bounds
+from rlhf.bounds import Bounds, Section
 from rlhf.config import (
     AutoscaleConfig,
     Config,
@@ -276,6 +276,33 @@ def assert_refused(number: Number, value: float, reason: str) -> None:
         number.set(value)
     message = str(caught.value)
     assert message.startswith(f"{number.key}={value} {reason}") and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("bounds", "value", "complaint"),
+    [
+        (Bounds(above=3), 3, "must be greater than 3"),
+        (Bounds(below=3, hint="use 2"), 3, "must be less than 3: use 2"),
+        (Bounds(above=0, max=1, interval=True), 2, "must lie in (0, 1]"),
+        (Bounds(min=0, below=1, interval=True), -1, "must lie in [0, 1)"),
+        (Bounds(min=0, max=1), 1, None),
+    ],
+)
+def test_the_violated_bound_is_named(bounds: Bounds, value: float, complaint: str | None) -> None:
+    assert bounds.complaint(value) == complaint
+
+
+def test_each_member_of_a_tuple_has_its_own_bounds_and_all_of_a_list_the_same() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Box(Section, key="box"):
+        sides: tuple[Annotated[int, Bounds(min=1)], Annotated[int, Bounds(min=5)]]
+        holes: list[Annotated[int, Bounds(min=1)]]
+
+    Box((1, 5), [1, 1, 1])
+    with pytest.raises(ConfigError, match=r"^box\.sides\[1\]=4 must be at least 5$"):
+        Box((1, 4), [])
+    with pytest.raises(ConfigError, match=r"^box\.holes\[2\]=0 must be at least 1$"):
+        Box((1, 5), [1, 1, 0])
 
 
 # Where a number at its bound contradicts another at its default: what the error says then.

@@ -11,9 +11,13 @@ from rlhf.config import (
     Config,
     CriticConfig,
     DataConfig,
+    LearnerConfig,
     ModelConfig,
+    PlacementConfig,
     RewardConfig,
     RewardFunctionConfig,
+    RolloutConfig,
+    WorkerKindConfig,
 )
 from rlhf.planning.costs import (
     Peaks,
@@ -36,6 +40,7 @@ SHAPE = ModelShape(
     vocab_size=100,
     tied=True,
 )
+SMALLER = dataclasses.replace(SHAPE, num_layers=1)
 BODY = 3 * (2 * 16 * 32 + 2 * 16 * 16 + 3 * 16 * 32)
 PEAKS = Peaks(flops=1e9, bytes_per_s=1e6, link_bytes_per_s=2e5)
 
@@ -139,6 +144,8 @@ def test_two_engines_of_two_gpus_have_four_times_the_bandwidth() -> None:
     found = limits.figures(STEP, PHASES, step=1, generate_s=2.0, num_workers=2)
     expected = decode_bytes(SHAPE, [4, 2], num_workers=2, max_num_seqs=8)
     assert found["perf/hbm_decode"] == pytest.approx(expected / (2.0 * 4e6))
+    found = roofline(workers_per_gpu=2).figures(STEP, PHASES, step=1, generate_s=2.0, num_workers=2)
+    assert found["perf/hbm_decode"] == pytest.approx(expected / (2.0 * 1e6)), "two engines of one GPU have its own"
 
 
 def test_a_shared_gpu_publishes_by_a_copy_that_reads_and_writes() -> None:
@@ -146,8 +153,8 @@ def test_a_shared_gpu_publishes_by_a_copy_that_reads_and_writes() -> None:
 
 
 def test_a_critic_counts_and_learns_alone_in_its_warmup() -> None:
-    limits = roofline(critic=SHAPE, critic_warmup_steps=1)
-    policy, critic = update_flops(SHAPE, [(5, 5), (3, 3)], 6), update_flops(SHAPE, [(5, 5), (3, 3)], 0)
+    limits = roofline(critic=SMALLER, critic_warmup_steps=1)
+    policy, critic = update_flops(SHAPE, [(5, 5), (3, 3)], 6), update_flops(SMALLER, [(5, 5), (3, 3)], 0)
     assert figures(limits, step=1)["perf/mfu_update"] == pytest.approx(3 * critic / 1e9)
     assert figures(limits, step=2)["perf/mfu_update"] == pytest.approx(3 * (policy + critic) / 1e9)
 
@@ -156,26 +163,60 @@ def test_what_is_unknown_is_absent() -> None:
     assert figures(roofline(policy=None)) == {}
     assert figures(roofline(learner_peaks=None)).keys() == {"perf/hbm_decode"}
     assert figures(roofline(rollout_peaks=None)).keys() == {"perf/mfu_update", "perf/link_sync"}
-    assert figures(roofline(), {"update": 0.0}).keys() == {"perf/hbm_decode"}
-    assert (
-        roofline().figures(STEP, PHASES, step=1, generate_s=0.0, num_workers=1).keys().isdisjoint({"perf/hbm_decode"})
-    )
+    assert figures(roofline(), {"update": 0.0}).keys() == figures(roofline(), {}).keys() == {"perf/hbm_decode"}
+    for generate_s, num_workers in ((0.0, 1), (2.0, 0)):
+        found = roofline().figures(STEP, PHASES, step=1, generate_s=generate_s, num_workers=num_workers)
+        assert found.keys() == {"perf/mfu_update", "perf/link_sync"}
 
 
 def test_the_limits_follow_the_configuration() -> None:
+    devices = {"learner": "NVIDIA H200", "rollout": "NVIDIA A100"}
+    reward = RewardConfig(functions=[RewardFunctionConfig(path="even_tokens")])
+    plain = Config(model=ModelConfig(path="m"), data=DataConfig(train="task:phrases"), reward=reward)
+    ppo = dataclasses.replace(
+        plain,
+        algorithm=AlgorithmConfig(name="ppo", num_epochs=3),
+        learner=LearnerConfig(num_ranks=4),
+        critic=CriticConfig(num_ranks=2, warmup_steps=5),
+        rollout=RolloutConfig(tensor_parallel_size=2, max_num_seqs=77),
+    )
+    limits = Roofline.of(ppo, SHAPE, SMALLER, devices)
+    assert limits == Roofline(
+        policy=SHAPE,
+        critic=SMALLER,
+        learner_peaks=device_peaks("NVIDIA H200"),
+        rollout_peaks=device_peaks("NVIDIA A100"),
+        num_update_gpus=4 + 2,
+        num_epochs=3,
+        critic_warmup_steps=5,
+        tensor_parallel_size=2,
+        workers_per_gpu=1,
+        max_num_seqs=77,
+        colocated=False,
+    )
+    grpo = dataclasses.replace(ppo, algorithm=AlgorithmConfig(name="grpo", num_epochs=3))
+    expected = dataclasses.replace(limits, critic=None, num_update_gpus=4, critic_warmup_steps=0)
+    assert Roofline.of(grpo, SHAPE, None, devices) == expected, "a critic that is not used does not count"
+    sharing = dataclasses.replace(
+        ppo,
+        placement=PlacementConfig(mode="colocate"),
+        critic=CriticConfig(num_ranks=4),
+        rollout=RolloutConfig(num_workers=8),
+    )
+    shared = Roofline.of(sharing, SHAPE, SMALLER, devices)
+    assert (shared.colocated, shared.num_update_gpus, shared.workers_per_gpu) == (True, 4, 2)
+
+
+def test_only_what_the_peaks_were_measured_for_is_compared_with_them() -> None:
     h200 = {"learner": "NVIDIA H200", "rollout": "NVIDIA H200"}
     reward = RewardConfig(functions=[RewardFunctionConfig(path="even_tokens")])
     config = Config(model=ModelConfig(path="m"), data=DataConfig(train="task:phrases"), reward=reward)
-    limits = Roofline.of(config, SHAPE, None, h200)
-    assert limits.policy == SHAPE and limits.critic is None
-    assert limits.learner_peaks == limits.rollout_peaks == device_peaks("NVIDIA H200")
-    assert (limits.num_update_gpus, limits.colocated) == (1, False)
-    ppo = dataclasses.replace(config, algorithm=AlgorithmConfig(name="ppo"), critic=CriticConfig(warmup_steps=5))
-    assert Roofline.of(ppo, SHAPE, SHAPE, h200).num_update_gpus == 2
-    assert Roofline.of(ppo, SHAPE, None, h200).critic_warmup_steps == 5
     assert Roofline.of(config, SHAPE, None, {"learner": "cpu", "rollout": "cpu"}).learner_peaks is None
-    exact = Config(model=ModelConfig(path="m", dtype="float32"), data=config.data, reward=reward)
-    assert Roofline.of(exact, SHAPE, None, h200).learner_peaks is None
+    exact = Roofline.of(dataclasses.replace(config, model=ModelConfig(path="m", dtype="float32")), SHAPE, None, h200)
+    assert exact.learner_peaks is None and exact.rollout_peaks is None
+    kinds = {"big": WorkerKindConfig(resources={"big": 1})}
+    mixed = Roofline.of(dataclasses.replace(config, rollout=RolloutConfig(extra_kinds=kinds)), SHAPE, None, h200)
+    assert mixed.learner_peaks == device_peaks("NVIDIA H200") and mixed.rollout_peaks is None
 
 
 @pytest.mark.parametrize(

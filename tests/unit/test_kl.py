@@ -92,3 +92,4 @@ def test_fixed_controller_never_moves():
 def test_controller_refuses_what_cannot_work(target, horizon):
     with pytest.raises(ValueError, match="must be positive"):
         AdaptiveKLController(0.1, target=target, horizon=horizon)
+    AdaptiveKLController(0.1, target=target + 0.5, horizon=horizon + 1)

@@ -51,12 +51,11 @@ def golden_loss(case, expected, *, padding=None):
         loss_type=expected["loss_type"],
         epsilon_low=expected["epsilon"][0],
         epsilon_high=expected["epsilon"][1],
-        delta=expected.get("delta"),
         importance_sampling_level=expected["importance_sampling_level"],
         beta=expected["beta"],
         ref_logprobs=padded("ref") if expected["beta"] else None,
-        kl_bias_correction=expected.get("kl_bias_correction", True),
         rollout_ratio=padded("isr") if expected.get("rollout_ratio") else None,
+        **{option: expected[option] for option in ("delta", "kl_bias_correction") if option in expected},
     )
     (gradient,) = torch.autograd.grad(loss, logprobs)
     return loss.detach(), gradient
@@ -316,6 +315,8 @@ def test_rollout_importance_ratio_by_hand():
     torch.testing.assert_close(ratio("sequence", "truncate", cap=1.2), f64([1.2, 1.2, 0.25]))  # 3 * 0.5 = 1.5
     torch.testing.assert_close(ratio("sequence", "mask", cap=1.2), f64([0.0, 0.0, 0.25]))
     assert not ratio("token", "mask", cap=2.0).requires_grad
+    same = rollout_importance_ratio(rollout, rollout, lengths, mask, level="token", mode="mask", cap=1.0, floor=1.0)
+    assert same.tolist() == [1, 1, 1], "the bounds themselves are within"
 
 
 def test_value_loss_by_hand():
@@ -325,12 +326,13 @@ def test_value_loss_by_hand():
     loss, stats = value_loss(values, f64([1.0, 1.0, 1.0]), f64([2.0, 2.0, 0.0]), f64([1 / 3] * 3), clip_range=0.2)
     assert loss.item() == pytest.approx(0.5 * (1 + 1 + 2.25) / 3)
     assert stats["value/clip_ratio"].item() == 0
-    # Moving towards its return by more than the range: clipped error (1.2 - 3)^2 is the larger, without gradient.
-    values = f64([2.5]).requires_grad_()
-    loss, stats = value_loss(values, f64([1.0]), f64([3.0]), f64([1.0]), clip_range=0.2)
+    # Moving towards its return by more than the range, up or down: the clipped errors (1.2 - 3)^2 and (0.8 - 0.2)^2 are
+    # the larger ones, without gradient.
+    values = f64([2.5, 0.5]).requires_grad_()
+    loss, stats = value_loss(values, f64([1.0, 1.0]), f64([3.0, 0.2]), f64([0.5, 0.25]), clip_range=0.2)
     loss.backward()
-    assert loss.item() == pytest.approx(0.5 * 1.8**2)
-    assert (values.grad.item(), stats["value/clip_ratio"].item()) == (0, 1)
+    assert loss.item() == pytest.approx(0.5 * (0.5 * 1.8**2 + 0.25 * 0.6**2))
+    assert (values.grad.tolist(), stats["value/clip_ratio"].item()) == ([0, 0], 0.75)
 
 
 def test_entropy_bonus_by_hand():

@@ -16,7 +16,7 @@ from actors.weights.routes import ROUTES, ObjectStore, SessionRoute, choose_rout
 from rlhf.planning.topology import Device
 from rlhf.training.weights import TensorSpec
 
-PATIENCE_S = 30.0  # ends a test that hangs
+PATIENCE_S = 10.0  # ends a test that hangs
 SLOT_BYTES = 6
 BUCKETS = [torch.arange(first, first + size, dtype=torch.uint8) for first, size in ((10, 6), (20, 3), (30, 5))]
 CPU = torch.device("cpu")
@@ -49,9 +49,14 @@ def test_every_bucket_arrives(join: Callable[[], Session], name: str) -> None:
     arrived: list[Tensor] = []
 
     def work() -> None:
-        receiver = route.receiver(join(), 0, CPU, slot_bytes=SLOT_BYTES, handles=ring.handles)
-        arrived.extend(receive(receiver))
-        receiver.close()
+        session = join()
+        try:
+            receiver = route.receiver(session, 0, CPU, slot_bytes=SLOT_BYTES, handles=ring.handles)
+            arrived.extend(receive(receiver))
+            receiver.close()
+        except BaseException as error:
+            session.abort(repr(error))
+            raise
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -81,7 +86,10 @@ def test_the_object_store_keeps_every_bucket_and_a_fetch_has_a_deadline(monkeypa
 
 
 def test_only_rank_0_has_a_ring_to_broadcast_from() -> None:
-    assert session_route("broadcast").ring(1, 8, CPU) is None
+    route = session_route("broadcast")
+    assert route.ring(1, 8, CPU) is None
+    ring = route.ring(0, 8, torch.device("meta"))
+    assert ring is not None and ring.memory.is_meta, "on its device"
 
 
 def test_each_ring_is_mapped_in_the_place_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
