@@ -93,12 +93,14 @@ def test_checksum_by_hand() -> None:
 
 
 class Fused(nn.Module):
-    """As vLLM keeps a layer: queries and keys in one parameter, this process's half of the columns of the output."""
+    """As vLLM keeps a layer: queries and keys in one parameter, this process's half of the columns of the output and of
+    some rows of the MLP."""
 
     def __init__(self) -> None:
         super().__init__()
         self.qk = nn.Parameter(torch.zeros(12, 6), requires_grad=False)
         self.out = nn.Parameter(torch.zeros(6, 4), requires_grad=False)
+        self.up = nn.Parameter(torch.zeros(4, 6), requires_grad=False)
         self.embed = nn.Parameter(torch.zeros(16, 6), requires_grad=False)  # two rows of padding
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -106,16 +108,18 @@ class Fused(nn.Module):
             if name == "q":
                 self.qk[:8].data.copy_(tensor)
             elif name == "k":
-                self.qk.data.narrow(0, 8, 4).copy_(tensor)
+                self.qk.data.narrow(0, 8, 4).copy_(tensor, non_blocking=True)
             elif name == "out":
                 self.out.data.copy_(tensor.narrow(1, 4, 4))
-            else:
+            elif name == "up":
+                self.up.data.copy_(tensor[3:7])
+            elif name == "embed":
                 self.embed[:14].data.copy_(tensor)
                 self.embed[14:].data.fill_(0)
 
 
 def checkpoint() -> nn.Module:
-    shapes = {"q": (8, 6), "k": (4, 6), "out": (6, 8), "embed": (14, 6)}
+    shapes = {"q": (8, 6), "k": (4, 6), "out": (6, 8), "up": (8, 6), "embed": (14, 6), "unused": (5, 6)}
     return nn.ParameterDict({name: torch.randn(shape) for name, shape in shapes.items()})  # type: ignore[return-value]
 
 
@@ -133,16 +137,15 @@ def test_a_load_plan_copies_what_the_loader_would(bucket_bytes: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
 
 
-def test_a_bucket_is_copied_where_it_belongs_and_nowhere_else() -> None:
-    source, model = checkpoint(), Fused()
-    layout = bucket_layout(source, 40)  # type: ignore[arg-type]
+@pytest.mark.parametrize("bucket_bytes", [40, 100, 1 << 20])
+def test_no_copy_is_empty_and_all_together_are_what_the_loader_takes(bucket_bytes: int) -> None:
+    model = Fused()
+    layout = bucket_layout(checkpoint(), bucket_bytes)  # type: ignore[arg-type]
     plan = LoadPlan(model, model.load_weights, layout)
-    for specs in layout:
-        copies = plan.copies(specs, torch.zeros(bucket_size(specs), dtype=torch.uint8))
-        assert [target.shape for target, _ in copies] == [rows.shape for _, rows in copies]
-        needed = sum(spec.num_bytes // 4 // (2 if spec.name == "out" else 1) for spec in specs)  # half of its columns
-        assert sum(target.numel() for target, _ in copies) == needed
-        assert all(target.numel() for target, _ in copies)
+    buckets = [(specs, torch.zeros(bucket_size(specs), dtype=torch.uint8)) for specs in layout]
+    copies = [copy for specs, data in buckets for copy in plan.copies(specs, data)]
+    assert all(target.shape == rows.shape and target.numel() for target, rows in copies)
+    assert sum(target.numel() for target, _ in copies) == (8 + 4) * 6 + 6 * 4 + 4 * 6 + 14 * 6
 
 
 def test_planning_shows_the_loader_every_weight_as_it_is_but_without_memory() -> None:
@@ -173,6 +176,9 @@ def test_loaders_that_do_more_than_copy_are_not_planned() -> None:
         LoadPlan(model, transforming, layout)
     with pytest.raises(UnplannableError, match="qk: the loader writes 48 elements"):
         LoadPlan(model, forgetful, layout)
+    scaled = nn.ParameterDict({"scale": torch.ones(1)})
+    with pytest.raises(UnplannableError, match="scale: the loader writes 0 elements"):
+        LoadPlan(scaled, lambda weights: None, layout)
 
     def rounding(weights: Iterable[tuple[str, Tensor]]) -> None:
         model.load_weights(weights)
