@@ -71,6 +71,8 @@ def test_of_a_configuration() -> None:
     assert ModelShape.of(CONFIG) == SHAPE
     sparse = {key: value for key, value in CONFIG.items() if key not in ("num_key_value_heads", "head_dim")}
     assert ModelShape.of(sparse) == dataclasses.replace(SHAPE, num_kv_heads=4, head_size=4)
+    uneven = ModelShape.of(sparse | {"hidden_size": 18})
+    assert uneven is not None and uneven.head_size == 4
     untied = {key: value for key, value in CONFIG.items() if key != "tie_word_embeddings"}
     assert ModelShape.of(untied) == dataclasses.replace(SHAPE, tied=False)
     assert ModelShape.of(LlamaConfig(**CONFIG).to_dict()) == SHAPE
