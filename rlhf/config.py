@@ -445,20 +445,13 @@ class RolloutConfig(Section, key="rollout"):
                 f"{kind_key(name)}.resources contains {' and '.join(own)}, which cpus_per_worker and "
                 "tensor_parallel_size set; remove it",
             )
-        self.kinds()
 
     def kinds(self) -> "dict[str, tuple[RolloutConfig, dict[str, float]]]":
-        """Every worker kind: its full settings, and the Ray resources it needs in addition to CPUs and GPUs.
-
-        Raises ConfigError if the settings of an extra kind are invalid.
-        """
+        """Every worker kind: its full settings, and the Ray resources it needs in addition to CPUs and GPUs."""
         kinds: dict[str, tuple[RolloutConfig, dict[str, float]]] = {DEFAULT_KIND: (self, {})}
         for name, kind in self.extra_kinds.items():
             own = {k: v for k, v in vars(kind).items() if k != "resources" and v is not None}
-            try:
-                kinds[name] = (replace(self, extra_kinds={}, autoscale=None, **own), kind.resources)
-            except ConfigError as error:
-                raise ConfigError(str(error).replace("rollout.", f"{kind_key(name)}.")) from None
+            kinds[name] = (replace(self, extra_kinds={}, autoscale=None, **own), kind.resources)
         return kinds
 
 

@@ -133,7 +133,8 @@ def test_float32_gradients_by_hand() -> None:
     assert of(2) == (2 * count + 1e9, head, True)
     assert of(3) == (2 * count + 1e9, head, True)
     assert of(2, float32=False) == (count + 1e9, head, False)
-    assert of(2, element_bytes=4) == of(2, float32=False, element_bytes=4) != of(2)
+    for stage in (1, 2):
+        assert of(stage, element_bytes=4) == of(stage, float32=False, element_bytes=4) != of(stage)
     assert of(2, float32=False, element_bytes=4)[2], "a float32 model's gradients are float32"
 
 

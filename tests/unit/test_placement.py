@@ -24,7 +24,7 @@ class Group:
     cluster: "Cluster"
 
     def wait(self, timeout_s: float) -> bool:
-        self.cluster.waits.append(timeout_s)
+        self.cluster.waits.append((len(self.cluster.groups), timeout_s))
         self.cluster.clock.now_s += min(timeout_s, self.cluster.takes_s)
         return timeout_s >= self.cluster.takes_s
 
@@ -36,7 +36,7 @@ class Cluster:
     clock: Clock
     takes_s: float = 0.0
     groups: list[Group] = field(default_factory=list)
-    waits: list[float] = field(default_factory=list)
+    waits: list[tuple[int, float]] = field(default_factory=list)  # groups requested by then, and the longest wait
 
     def make(self, bundles: list[Bundle], strategy: str) -> Group:
         self.groups.append(Group(bundles, strategy, self))
@@ -68,9 +68,9 @@ def test_every_group_is_requested_before_any_is_waited_for_and_all_have_one_dead
     cluster.takes_s = 3.0
     with Placement(topology(LEARNER, ENGINE), timeout_s=10) as placement:
         assert requested(cluster) == [(LEARNER.bundles, "PACK"), (ENGINE.bundles, "STRICT_PACK")]
-        assert cluster.waits == [10.0, 7.0]
+        assert cluster.waits == [(2, 10.0), (2, 7.0)]
         placement.add(ADDED)
-        assert cluster.waits == [10.0, 7.0], "a group that is added later is not waited for"
+        assert len(cluster.waits) == 2, "a group that is added later is not waited for"
         assert not placement.granted("rollout-1")
         cluster.takes_s = 0.0
         assert placement.granted("rollout-1")
@@ -83,7 +83,7 @@ def test_what_is_not_granted_in_time_is_given_back_with_all_else(cluster: Cluste
     cluster.takes_s = 6.0
     with pytest.raises(PlacementError) as caught:
         Placement(topology(LEARNER, ENGINE), timeout_s=10)
-    assert cluster.waits == [10.0, 4.0]
+    assert cluster.waits == [(2, 10.0), (2, 4.0)]
     assert cluster.groups == []
     assert str(caught.value) == (
         "placement: 1 bundle(s) of [1 CPU, 2 GPU, 1 h100] for rollout-0 (STRICT_PACK) were not granted within "
