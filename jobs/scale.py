@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from rich.console import Console
 from rich.table import Table
 
@@ -52,7 +52,7 @@ def joined(address: str) -> Iterator[None]:
 
 
 def ask(call: ray.ObjectRef) -> Any:
-    """The control actor's answer."""
+    """The control actor's answer. Raises DeadlineError if there is none in time."""
     try:
         return ray.get(call, timeout=ANSWER_S)
     except RayTaskError as error:
@@ -61,6 +61,8 @@ def ask(call: ray.ObjectRef) -> Any:
         raise
     except RayActorError as error:
         raise ClusterError("the run has ended") from error
+    except GetTimeoutError as error:
+        raise DeadlineError(f"the run did not answer within {ANSWER_S:g} s; check its node, and try again") from error
 
 
 def wait_until_live(control: Any, run: str, kind: str, num_workers: int, timeout_s: float) -> None:

@@ -2,7 +2,7 @@
 
 A checkpoint holds everything a run needs to resume: learner, critic, and the driver's own state (step, data position,
 counters, controllers); and a description of the run, which ``rlhf.resume`` compares. It is written under a temporary
-name and renamed when complete; only then are older ones deleted.
+name and renamed when complete; only then are older ones deleted, and not before they have lost their names.
 """
 
 import json
@@ -52,13 +52,16 @@ class CheckpointStore:
         partial.mkdir(parents=True)
         yield partial
         (partial / _STATE).write_text(json.dumps({**state, **self.run, "written_s": time.time()}, indent=1))
-        final = self.path(step)
+        final, removed = self.path(step), self.directory / ".removed"
+        shutil.rmtree(removed, ignore_errors=True)  # what a crash left there
+        removed.mkdir()
         if final.exists():  # the same step again, after a resume from an older one
-            shutil.rmtree(final)
+            final.rename(removed / final.name)
         partial.rename(final)
         self.current = final
-        for old in self.steps()[: -self.keep]:
-            shutil.rmtree(self.path(old))
+        for old in self.steps()[: -self.keep]:  # moved first: what a crash leaves of a deletion would look complete
+            self.path(old).rename(removed / self.path(old).name)
+        shutil.rmtree(removed)
 
     def find(self, resume: str) -> Path | None:
         """The checkpoint that ``checkpoint.resume`` asks for: auto, none, or a directory. Raises CheckpointError."""

@@ -1,6 +1,8 @@
 """A checkpoint is whole or absent; old ones go only after their successor is there."""
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,29 +65,61 @@ def test_a_run_that_starts_anew_keeps_its_own(tmp_path: Path) -> None:
     assert new.steps() == [7, 100]
 
 
-def test_a_run_that_goes_on_holds_what_it_went_on_from(tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", [False, True])
+def test_a_run_that_goes_on_holds_what_it_went_on_from_in_its_own_directory(tmp_path: Path, named: bool) -> None:
     write(CheckpointStore(tmp_path, keep=2), 5)
     store = CheckpointStore(tmp_path, keep=2)
-    assert store.find("auto") == store.path(5)
+    assert not store.holds(5)
+    assert store.find(str(store.path(5)) if named else "auto") == store.path(5)
     assert store.holds(5) and not store.holds(6)
+    other = CheckpointStore(tmp_path / "other", keep=2)
+    assert other.find(str(store.path(5))) == store.path(5)
+    assert not other.holds(5)
 
 
 def test_an_interrupted_write_is_never_taken_for_a_checkpoint(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     write(store, 5)
     with pytest.raises(KeyboardInterrupt), store.writing(10, {"step": 10}) as directory:
-        (directory / "learner").write_text("half")
+        (directory / "critic").write_text("half")
         raise KeyboardInterrupt
+    store.path(20).mkdir()
     assert store.steps() == [5], "and the older one is still there"
     write(store, 10)
     assert store.steps() == [10]
+    assert sorted(path.name for path in store.path(10).iterdir()) == ["driver.json", "learner"]
 
 
-def test_the_same_step_can_be_written_again(tmp_path: Path) -> None:
+def test_the_same_step_can_be_written_again_and_is_there_until_it_is(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     write(store, 5)
+    for written in ("old", "new"):
+        with store.writing(5, {"step": 5, "written": written}) as directory:
+            assert (store.path(5) / "learner").read_text() == "5", "the one before"
+            (directory / "learner").write_text("5")
+    assert store.steps() == [5] and read_state(store.path(5))["written"] == "new"
+    with pytest.raises(KeyboardInterrupt), store.writing(5, {"step": 5}):
+        raise KeyboardInterrupt
+    assert read_state(store.path(5))["written"] == "new"
+
+
+@pytest.mark.parametrize("step", [5, 10])
+def test_a_checkpoint_that_is_being_deleted_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Whether it gives way to the same step or to a later one."""
+    store = CheckpointStore(tmp_path, keep=1)
     write(store, 5)
-    assert store.steps() == [5]
+
+    def die_after_one_file(path: Path, **_: Any) -> None:
+        for learner in path.rglob("learner"):
+            learner.unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(shutil, "rmtree", die_after_one_file)
+        write(store, step)
+    assert store.steps() == [step] and (store.path(step) / "learner").read_text() == str(step)
+    write(store, step)
+    assert sorted(path.name for path in store.directory.iterdir()) == [store.path(step).name]
 
 
 def test_resume_modes(tmp_path: Path) -> None:

@@ -3,14 +3,17 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from jobs.cli import main
+from jobs.plan import memory_table
 from jobs.prepare import QWEN_SHAPES
 from rlhf.config import Config
 from rlhf.planning.fit import plan_memory
-from rlhf.planning.memory import GIB
+from rlhf.planning.memory import GIB, RoleMemory
 from rlhf.planning.topology import Device, plan_topology
 from rlhf.recipes import load_config, validate_model
 from rlhf.reward_config import RewardTrainingConfig
@@ -122,3 +125,16 @@ def test_without_a_model_or_on_cpu_there_is_the_placement_alone(
     assert plan(monkeypatch, "--device=cpu") == 0
     shown = capsys.readouterr().out
     assert "asks for 56 CPU\n" in shown and "GiB" not in shown
+
+
+def test_the_table_of_memory_by_hand() -> None:
+    sizes = {"weights": 1, "gradients": 2, "optimizer": 4, "kv_cache": 32, "other": 64}
+    memory = RoleMemory(**{name: gib * GIB for name, gib in sizes.items()}, training=8 * GIB, scoring=16 * GIB)
+    plan: Any = SimpleNamespace(roles={"learner": memory, "idle": RoleMemory(weights=GIB, other=0.0)})
+    table = memory_table(plan, "GiB")
+    cells = {column.header: [str(cell).strip() for cell in column.cells] for column in table.columns}
+    assert [cells[name][0] for name in ("weights", "grads", "optim.", "working", "KV", "other")] == [
+        *("1.0", "2.0", "4.0", "16.0", "32.0", "64.0")
+    ]
+    assert float(cells["peak"][0]) == pytest.approx(memory.peak / GIB, abs=0.05)
+    assert [cells[name][1] for name in ("role", "weights", "grads", "KV")] == ["idle", "1.0", "", ""]

@@ -1,14 +1,20 @@
-"""Who has asked a run to stop is not surprised by a restart."""
+"""When a run is tried again, and from where; who has asked a run to stop is not surprised by a restart."""
 
 import os
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from jobs.runs import stops_at_step_end
-from rlhf.errors import RoleLostError
+from jobs.runs import keep_trying, stops_at_step_end
+from rlhf.checkpoint import CheckpointStore
+from rlhf.config import Config
+from rlhf.errors import ActorError, RoleLostError
+from rlhf.recipes import load_config
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
 def test_the_first_signal_is_a_request_and_the_second_stops() -> None:
@@ -26,3 +32,64 @@ def test_a_loss_after_a_request_ends_the_run(stop_requested: bool, expected: typ
     loop: Any = SimpleNamespace(stop_requested=stop_requested)
     with pytest.raises(expected), stops_at_step_end(loop):
         raise RoleLostError("learner[0] died")
+
+
+def config(*overrides: str) -> Config:
+    return load_config(CONF / "grpo_tiny.yaml", overrides)
+
+
+def quiet() -> Any:
+    return SimpleNamespace(close=lambda: None)
+
+
+@pytest.mark.parametrize("max_restarts", [0, 1, 3])
+def test_so_many_restarts_and_no_more(tmp_path: Path, max_restarts: int) -> None:
+    trackers: list[Any] = []
+
+    def new_tracker() -> Any:
+        trackers.append(SimpleNamespace(closed=0))
+        trackers[-1].close = lambda tracker=trackers[-1]: setattr(tracker, "closed", tracker.closed + 1)
+        return trackers[-1]
+
+    def attempt(config: Config, tracker: Any) -> dict[str, Any]:
+        assert tracker is trackers[-1] and not tracker.closed
+        raise RoleLostError("learner[0] died")
+
+    with pytest.raises(RoleLostError):
+        keep_trying(
+            config(f"checkpoint.max_restarts={max_restarts}"), CheckpointStore(tmp_path, keep=1), new_tracker, attempt
+        )
+    assert [tracker.closed for tracker in trackers] == [1] * (max_restarts + 1)
+
+
+def test_a_restart_begins_where_the_attempt_before_got_to_whatever_the_first_one_resumed(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=9)
+    with store.writing(7, {"step": 7}):
+        pass  # of an earlier run, which this one does not resume
+    assert store.find("none") is None
+    store.current = None
+    resumed = []
+
+    def attempt(config: Config, tracker: Any) -> dict[str, Any]:
+        resumed.append(config.checkpoint.resume)
+        if len(resumed) == 2:
+            with store.writing(3, {"step": 3}):
+                pass
+        if len(resumed) < 4:
+            raise RoleLostError("learner[0] died")
+        return {"status": "completed"}
+
+    assert keep_trying(config("checkpoint.resume=none", "checkpoint.max_restarts=3"), store, quiet, attempt)
+    assert resumed == ["none", "none", str(store.path(3)), str(store.path(3))]
+
+
+def test_only_the_loss_of_an_actor_is_tried_again(tmp_path: Path) -> None:
+    tried: list[int] = []
+
+    def attempt(config: Config, tracker: Any) -> dict[str, Any]:
+        tried.append(1)
+        raise ActorError("learner[0]: update raised ValueError")
+
+    with pytest.raises(ActorError):
+        keep_trying(config(), CheckpointStore(tmp_path, keep=1), quiet, attempt)
+    assert tried == [1]

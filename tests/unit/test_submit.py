@@ -1,6 +1,8 @@
 """What `rlhf submit` decides before it reaches a cluster, and how it follows a log. No Ray is started."""
 
 import asyncio
+import os
+import signal
 import socket
 import zipfile
 from collections.abc import AsyncIterator
@@ -140,6 +142,13 @@ class FakeClient:
     def __init__(self, *statuses: Any) -> None:
         self.statuses = list(statuses)
         self.streams = [["one\n", OSError("broken")], ["one\n", "two\n"]]
+        self.submitted: list[dict[str, Any]] = []
+        self.refuses: Exception | None = None
+
+    def submit_job(self, **job: Any) -> None:
+        if self.refuses:
+            raise self.refuses
+        self.submitted.append(job)
 
     def get_address(self) -> str:
         return "http://head:8265"
@@ -148,6 +157,9 @@ class FakeClient:
         status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
         if isinstance(status, Exception):
             raise status
+        if status == "Ctrl-C":
+            os.kill(os.getpid(), signal.SIGINT)
+            status = JobStatus.RUNNING
         return SimpleNamespace(status=status, driver_exit_code=0, message="")
 
     async def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
@@ -157,8 +169,12 @@ class FakeClient:
             yield chunk
 
 
-def test_a_broken_log_stream_goes_on_where_it_broke(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_log_stream_goes_on_where_it_broke_and_silence_counts_from_the_last_news(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     client = FakeClient(JobStatus.RUNNING, JobStatus.RUNNING, OSError("blip"), JobStatus.SUCCEEDED)
+    at_s = iter(range(0, 1000, 100))  # every look at the clock is 100 s later; 120 s are allowed
+    monkeypatch.setattr(submit, "time", SimpleNamespace(monotonic=lambda: next(at_s)))
     details = asyncio.run(submit.follow(client, "job"))
     assert details.status is JobStatus.SUCCEEDED
     printed = capsys.readouterr().out
@@ -178,3 +194,40 @@ def test_a_lost_cluster_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_exit_codes(status: str, code: int | None, expected: int) -> None:
     details = SimpleNamespace(status=JobStatus(status), driver_exit_code=code, message="why")
     assert submit.report(details, "job") == expected
+
+
+def submitted(monkeypatch: pytest.MonkeyPatch, client: FakeClient, *overrides: str, wait: bool = True) -> int:
+    monkeypatch.setattr(submit, "connect", lambda address: client)
+    sent = config("name=my run", *overrides)
+    return submit.submit(sent, address="http://head:8265", working_dir=None, installed=True, wait=wait)
+
+
+@pytest.mark.parametrize(
+    ("status", "wait", "code", "said"),
+    [
+        ("SUCCEEDED", True, 0, " succeeded"),
+        ("STOPPED", True, 130, " was stopped; submit it again to resume"),
+        ("FAILED", True, 1, " failed with exit code 0"),
+        ("Ctrl-C", True, 130, " keeps running\n  follow: "),
+        ("Ctrl-C", False, 0, "submitted my-run-"),
+    ],
+)
+def test_a_submitted_run_ends_the_command_with_its_own_code_and_ctrl_c_leaves_it_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: str, wait: bool, code: int, said: str
+) -> None:
+    client = FakeClient(status if status == "Ctrl-C" else JobStatus(status))
+    assert submitted(monkeypatch, client, wait=wait) == code
+    assert said in capsys.readouterr().out
+    assert len(client.submitted) == 1
+
+
+def test_a_job_runs_what_was_sent_and_has_time_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeClient(JobStatus.SUCCEEDED)
+    phases = ["generate_s=1", "score_s=2", "update_s=4", "publish_s=8", "checkpoint_s=16", "start_s=64"]
+    submitted(monkeypatch, client, *(f"timeouts.{phase}" for phase in phases))
+    (job,) = client.submitted
+    assert job["entrypoint"] == "exec python -m jobs.cli train -c rlhf_submit.yaml"
+    assert job["runtime_env"]["env_vars"] == {"RAY_JOB_STOP_WAIT_TIME_S": "31"}
+    client.refuses = RuntimeError("no room\nfor it")
+    with pytest.raises(ClusterError, match=r"^http://head:8265 did not accept job my-run-.*: no room$"):
+        submitted(monkeypatch, client)

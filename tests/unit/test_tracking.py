@@ -168,7 +168,6 @@ def test_phases_count_per_step_and_over_the_run_even_if_they_raise(tmp_path: Pat
     for name in ("generate", "evaluate"):
         total = first[f"time/{name}_s"] + second[f"time/{name}_s"]
         assert tracker.phases[name] == pytest.approx(total)
-    assert second["tokens_per_s"] == pytest.approx(100 / second["time/generate_s"])  # evaluation left out
     tracker.close()
 
 
@@ -287,6 +286,20 @@ def test_the_time_of_a_phase_inside_another_is_its_own(tmp_path: Path, monkeypat
     assert tracker.step_phases == {"generate": 3, "reward": 30}
 
 
+def test_rates_are_of_a_step_s_own_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    now_s = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+    tracker = tracker_in(tmp_path)
+    for phase in ("start", "generate", "update", "evaluate", "checkpoint"):
+        with tracker.phase(phase):
+            now_s += 2
+    tracker.log_step(1, {}, num_tokens=400, num_episodes=8)
+    tracker.close()
+    (record,) = records(tmp_path / "metrics.jsonl")
+    assert (record["tokens_per_s"], record["eps"]) == (100, 2), "of generating and updating"
+    assert record["time/checkpoint_s"] == 2 and record["wall_s"] == 10
+
+
 def test_a_step_cannot_be_recorded_twice(tmp_path: Path):
     tracker = tracker_in(tmp_path)
     tracker.log_step(1, {}, num_tokens=1)
@@ -381,6 +394,41 @@ def test_on_a_terminal_one_line_lives_and_ends_with_close(tmp_path: Path):
     shown = printed(console)
     assert "a note above the line" in shown and "step 1/9" in shown and "reward 0.75" in shown
     assert shown.endswith("\x1b[?25h"), "the cursor is visible again"
+
+
+def test_the_live_line_begins_at_the_resumed_step_and_keeps_the_last_one(tmp_path: Path):
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None, _environ={})
+    tracker = tracker_in(tmp_path, TrackingConfig(tensorboard=False), console)
+    tracker.load_state_dict({"step": 4, "num_tokens": 0, "wall_s": 0.0, "phases": {}})
+    with tracker.phase("generate"):
+        tracker.note("the line is drawn again below this one")
+    assert " step 4/9 " in printed(console) and "generate 0 s" in printed(console)
+    tracker.log_step(5, {"reward": 0.5}, num_tokens=1)
+    tracker.close()
+    assert " step 5/9" in printed(console)
+
+
+def test_a_long_text_keeps_its_beginning_and_its_end(tmp_path: Path):
+    console = Console(file=io.StringIO(), width=400)
+    tracker = tracker_in(tmp_path, TrackingConfig(tensorboard=False), console)
+    prompt = "(" + "x" * 300 + ")"
+    tracker.log_completions(1, [rollout(1, prompt=prompt)], torch.ones(1), torch.ones(1))
+    tracker.close()
+    assert f"({'x' * 119} [...] {'x' * 119})" in printed(console)
+
+
+def test_one_that_does_not_close_leaves_nothing_else_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = FakeRun()
+    run.finish = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    wandb = SimpleNamespace(init=lambda **_: run, errors=SimpleNamespace(Error=OSError))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None, _environ={})
+    tracker = tracker_in(tmp_path, TrackingConfig(tensorboard=False, wandb_project="p"), console)
+    with tracker.phase("update"):
+        pass
+    with pytest.raises(ZeroDivisionError):
+        tracker.close()
+    assert printed(console).endswith("\x1b[?25h"), "the terminal is released"
 
 
 def test_progress_off_prints_notes_only(tmp_path: Path):
@@ -486,27 +534,43 @@ def test_a_summary_without_evaluation_says_null(tmp_path: Path):
 
 def test_the_summary_names_the_usual_bottleneck_and_the_median_figures(tmp_path: Path):
     tracker = tracker_in(tmp_path)
-    measured_steps(tracker, 0.5, 0.1, 0.2)
+    with pytest.warns(UserWarning, match="perf/hbm_decode is nan at step 4"):
+        measured_steps(tracker, 0.5, 0.1, 0.2, math.nan)
     console = plain()
-    summary = summarised(tmp_path, tracker=tracker, steps=3)
+    summary = summarised(tmp_path, tracker=tracker, steps=4)
     assert summary["performance"] == {
         "bottleneck": "generate: engine overhead",
-        "bottleneck_steps": 2,
+        "bottleneck_steps": 3,
         "perf/hbm_decode": 0.2,
     }
     print_summary(summary, console)
-    assert "engine overhead (2 of 3 steps)" in printed(console) and "20% of memory bandwidth" in printed(console)
+    assert "engine overhead (3 of 4 steps)" in printed(console) and "20% of memory bandwidth" in printed(console)
 
 
 def test_a_summary_of_a_run_that_measured_nothing_names_no_bottleneck(tmp_path: Path):
     assert summarised(tmp_path)["performance"] == {}
 
 
-def test_the_printed_summary_shows_reward_before_and_after(tmp_path: Path):
-    console = plain()
-    print_summary(summarised(tmp_path, status="interrupted"), console)
-    shown = printed(console)
-    assert "run interrupted" in shown and "0.2500" in shown and "0.7500" in shown and "generate" in shown
+def test_the_printed_summary_shows_reward_before_and_after_tokens_and_shares_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    now_s = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+    console, tracker = plain(), tracker_in(tmp_path)
+    with tracker.phase("generate"):
+        now_s += 5
+    now_s += 15  # in no phase
+    for step in (1, 2):
+        tracker.log_step(step, {}, num_tokens=617)
+    print_summary(summarised(tmp_path, status="interrupted", tracker=tracker), console)
+    rows = {
+        cells[1].strip(): cells[2].strip()
+        for cells in (line.split("│") for line in printed(console).splitlines())
+        if len(cells) > 2
+    }
+    assert "run interrupted after 9 steps" in printed(console)
+    assert (rows["eval_before.reward"], rows["eval_after.reward"]) == ("0.2500", "0.7500")
+    assert (rows["tokens"], rows["wall time"], rows["generate"]) == ("1,234", "20.0 s", "5.0 s (25%)")
 
 
 def test_a_summary_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

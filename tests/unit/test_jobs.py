@@ -1,0 +1,277 @@
+"""From the command to the exit code: what a job does around its loop. Actors are fake, so no Ray is started."""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jobs.train
+import jobs.train_reward
+from jobs.cli import main
+from jobs.train_reward import pad_token_id
+from rlhf.data.preferences import Pair
+from rlhf.errors import ClusterError, ConfigError, DataError, RewardError, RoleLostError
+from rlhf.roles import Roles
+from tests.fake_roles import Event, Judge, Model, Pool, Reference, lose
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+
+
+# ---- whole runs over fake actors
+
+
+class Actors:
+    """The actors of one attempt: ``ActorCluster`` as a job sees it."""
+
+    device = "cpu"
+
+    def __init__(self, config: Any, before: dict[int, Callable[[], None]], told: list[Event]) -> None:
+        self._config, self._told = config, told
+        self._learner = Model("learner", told, -1.0, {"loss": 1.0})
+        self._learner.before = before
+
+    def __enter__(self) -> "Actors":
+        self._told.append(("starts",))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._told.append(("ends",))
+
+    def roles(self) -> Any:
+        critic = Model("critic", self._told, 0.25, {"critic/loss": 10.0}) if self._config.uses_critic else None
+        pool = Pool(self._learner, self._told, logprobs=True)
+        return Roles(self._learner, pool, Judge(self._told), Reference(self._told), critic)  # type: ignore[arg-type]
+
+    def learner(self) -> Model:
+        return self._learner
+
+    def device_names(self) -> dict[str, str]:
+        return {"learner": "cpu", "rollout": "cpu"}
+
+    def peak_memory_gib(self) -> dict[str, dict[str, float]]:
+        self._told.append(("is measured",))
+        return {"learner": {"host": 1.5}}
+
+
+@pytest.fixture
+def run(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a command in four steps; returns its exit code and what the actors were told.
+
+    ``run(command, attempts)``: for each attempt, what happens in the learner before a step.
+    """
+    monkeypatch.setattr(jobs.train.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="here:6379"))
+    for module in (jobs.train, jobs.train_reward):
+        monkeypatch.setattr(module, "connect", lambda config: contextlib.nullcontext())
+
+    def run(
+        command: str, attempts: Sequence[dict[int, Callable[[], None]]], *overrides: str, recipe: str = ""
+    ) -> tuple[int, list[Event]]:
+        told: list[Event] = []
+        left = list(attempts)
+
+        def start(config: Any, *_: Any, **__: Any) -> Actors:
+            return Actors(config, left.pop(0), told)
+
+        monkeypatch.setattr(jobs.train, "Cluster", start)
+        monkeypatch.setattr(jobs.train_reward, "RewardTrainingCluster", start)
+        fixed = [f"model.path={tiny_model_dir}", f"run_dir={tmp_path / 'run'}", "tracking.progress=false"]
+        fixed += ["tracking.tensorboard=false", "placement.device=cpu", "data.eval_size=2", "checkpoint.every_steps=2"]
+        if command == "train":
+            recipe = recipe or "ppo_tiny"
+            fixed += ["num_steps=4", "algorithm.prompts_per_step=2", "algorithm.num_minibatches=1"]
+            fixed += ["data.task_args.num_rows=20", "rollout.logprobs=true", "eval_every_steps=3"]
+        else:
+            recipe = "reward_tiny"
+            fixed += ["data.task_args.num_rows=8", "batch_pairs=2", "eval_every_steps=3"]
+        monkeypatch.setattr(sys, "argv", ["rlhf", command, "-c", str(CONF / f"{recipe}.yaml"), *fixed, *overrides])
+        with pytest.raises(SystemExit) as exit:
+            main()
+        assert not left, "as many attempts as expected"
+        return exit.value.code or 0, told  # type: ignore[return-value]
+
+    return run
+
+
+def summary_in(tmp_path: Path) -> dict[str, Any]:
+    return json.loads((tmp_path / "run" / "summary.json").read_text())
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+COMMANDS = ["train", "train-reward"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_run_leaves_its_models_and_a_summary(
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    code, told = run(command, [{}])
+    assert code == 0
+    data = {"train": "task:phrases: 20 prompts of 20 rows", "train-reward": "task:phrases: 8 preference pairs"}
+    assert data[command] in capsys.readouterr().out
+    exported = [("learner is exported", "model"), *([("critic is exported", "critic")] if command == "train" else [])]
+    assert told[0] == ("starts",) and told[-len(exported) - 2 :] == [*exported, ("is measured",), ("ends",)]
+    summary = summary_in(tmp_path)
+    evaluations = [json.loads(line) for line in (tmp_path / "run" / "eval.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in evaluations] == [0, 3, 4]
+    key = "reward" if command == "train" else "loss"
+    assert summary["eval_before"][key] == evaluations[0][f"eval/{key}"]
+    assert summary["eval_after"][key] == evaluations[2][f"eval/{key}"]
+    assert (summary["status"], summary["steps"], summary["device"]) == ("completed", 4, "cpu")
+    assert summary["peak_memory_gib"] == {"learner": {"host": 1.5}}
+    assert summary["final_model"] == str(tmp_path / "run" / "model")
+    assert (tmp_path / "run" / "model" / "tokenizer.json").is_file()
+    assert {"start", "update", "evaluate", "checkpoint"} <= summary["phases"].keys()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_run_that_lost_an_actor_starts_all_again_from_its_last_checkpoint(
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    code, told = run(command, [{1: lose}, {3: lose}, {}], "checkpoint.max_restarts=2")
+    assert code == 0
+    assert [event for event in told if event in (("starts",), ("ends",))] == [("starts",), ("ends",)] * 3
+    learnt = [event[1] for event in told if event[0] == "learner learns"]
+    assert learnt == [0, 0, 1, 2, 2, 3], "from the beginning, then after step 2"
+    assert [event for event in told if event[0] == "learner is loaded"] == [("learner is loaded",)]
+    shown = capsys.readouterr().out
+    assert "restarting from the beginning (2 restart(s) left): learner[0] died" in shown
+    assert "restarting from the last checkpoint (1 restart(s) left): learner[0] died" in shown
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4], "each step once, in the record that stays"
+    assert summary_in(tmp_path)["status"] == "completed"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_run_without_restarts_left_fails(
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    code, _ = run(command, [{3: lose}, {3: lose}], "checkpoint.max_restarts=1")
+    assert code == 1
+    assert capsys.readouterr().err == "error: learner[0] died\n"
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_run_that_is_interrupted_saves_and_goes_on_with_the_same_command(
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    code, told = run(command, [{2: interrupt}])
+    assert code == 130
+    assert "stopped after step 3 of 4; the same command resumes from there" in capsys.readouterr().out
+    summary = summary_in(tmp_path)
+    assert (summary["status"], summary["steps"], summary["final_model"]) == ("interrupted", 3, None)
+    assert summary["eval_before"] is not None and summary["eval_after"] is None
+    assert not (tmp_path / "run" / "model").exists()
+    code, told = run(command, [{}])
+    assert code == 0
+    assert [event[1] for event in told if event[0] == "learner learns"] == [3]
+    assert summary_in(tmp_path)["eval_before"] == summary["eval_before"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_second_interrupt_or_a_loss_after_one_ends_the_run_at_once(run: Any, tmp_path: Path, command: str) -> None:
+    def twice() -> None:
+        interrupt()
+        interrupt()
+
+    def interrupted_and_lost() -> None:
+        interrupt()
+        lose()
+
+    assert run(command, [{1: twice}])[0] == 130
+    assert run(command, [{1: interrupted_and_lost}])[0] == 130
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_reward_model_s_warm_up_must_end_within_its_run(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _ = run("train-reward", [], "learner.optimizer.warmup_steps=5")
+    assert code == 2
+    said = "error: learner.optimizer.warmup_steps=5 exceeds the run's 4 optimiser steps; lower it\n"
+    assert capsys.readouterr().err == said
+    assert run("train-reward", [{}], "learner.optimizer.warmup_steps=4")[0] == 0
+
+
+def test_a_token_that_ends_a_text_is_not_named_as_padding() -> None:
+    tokenizer: Any = SimpleNamespace(pad_token_id=2)
+
+    def pair(chosen: list[int], rejected: list[int]) -> Pair:
+        return Pair(np.array(chosen, np.int32), np.array(rejected, np.int32))
+
+    plain = pair([2, 5], [2, 6])
+    assert pad_token_id(tokenizer, [plain]) == 2
+    assert pad_token_id(tokenizer, [plain, pair([5, 2], [6])]) is None
+    assert pad_token_id(tokenizer, [plain, pair([5], [6, 2])]) is None
+
+
+def test_a_run_may_leave_its_model_unwritten(run: Any, tmp_path: Path) -> None:
+    code, told = run("train", [{}], "checkpoint.save_final_model=false", recipe="grpo_tiny")
+    assert code == 0 and not [event for event in told if event[0].endswith("is exported")]
+    assert summary_in(tmp_path)["final_model"] is None
+
+
+# ---- exit codes
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "said"),
+    [
+        ({"status": "completed"}, 0, ""),
+        ({"status": "interrupted"}, 130, ""),
+        (KeyboardInterrupt(), 130, ""),
+        (ConfigError("a key"), 2, "error: a key\n"),
+        (DataError("a line"), 2, "error: a line\n"),
+        (RewardError("it raised"), 1, "error: it raised\n"),
+        (RoleLostError("it died"), 1, "error: it died\n"),
+        (ClusterError("no answer"), 1, "error: no answer\n"),
+    ],
+)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_exit_code_says_how_a_run_ended(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    outcome: Any,
+    code: int,
+    said: str,
+) -> None:
+    def act(settings: Any) -> Any:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    name = command.replace("-", "_")
+    monkeypatch.setitem(sys.modules, f"jobs.{name}", SimpleNamespace(**{name: act}))
+    recipe = "grpo_tiny" if command == "train" else "reward_tiny"
+    monkeypatch.setattr(sys, "argv", ["rlhf", command, "-c", str(CONF / f"{recipe}.yaml")])
+    with pytest.raises(SystemExit) as exit:
+        main()
+    assert (exit.value.code or 0, capsys.readouterr().err) == (code, said)
+
+
+@pytest.mark.parametrize("arguments", [["train"], ["trains"], ["train", "-c", "conf/none.yaml"], ["train", "--no"]])
+def test_a_command_that_cannot_be_understood_ends_with_2(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["rlhf", *arguments])
+    with pytest.raises(SystemExit) as exit:
+        main()
+    assert exit.value.code == 2
+
+
+def test_an_error_of_our_own_making_is_not_made_into_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def act(settings: Any) -> Any:
+        raise AssertionError("an invariant")
+
+    monkeypatch.setitem(sys.modules, "jobs.train", SimpleNamespace(train=act))
+    monkeypatch.setattr(sys, "argv", ["rlhf", "train", "-c", str(CONF / "grpo_tiny.yaml")])
+    with pytest.raises(AssertionError):
+        main()

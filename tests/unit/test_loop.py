@@ -1,0 +1,315 @@
+"""What the loops ask of every role, in which order; that a resumed run asks what a straight one does."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf.algorithms import make_algorithm
+from rlhf.batch import Prompt
+from rlhf.checkpoint import CheckpointStore
+from rlhf.checks.gate import DIFFERENCE, SamplingGate
+from rlhf.data.preferences import Pair
+from rlhf.data.prompt_stream import PromptStream
+from rlhf.data.prompts import PromptReport, PromptSet
+from rlhf.driver import Driver
+from rlhf.errors import RoleLostError, SamplingError
+from rlhf.recipes import load_config
+from rlhf.reward_config import RewardTrainingConfig
+from rlhf.reward_driver import RewardTraining
+from rlhf.roles import Roles
+from rlhf.run import Run
+from rlhf.stream import GroupStream
+from rlhf.tracking import Tracker
+from tests.fake_roles import Event, Judge, Model, Pool, Reference, lose
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+NUM_PROMPTS = 5
+OF_THIS_PROCESS = ("phases", "wall_s")  # of a tracker's state
+SAMPLED_LATER = {"versions", "compared"}  # what differs where completions were sampled again
+
+
+def tracker_of(config: Any, run_dir: Path, num_steps: int) -> Tracker:
+    tokenizer: Any = SimpleNamespace(batch_decode=lambda ids, **_: [" ".join(map(str, row)) for row in ids])
+    return Tracker(replace(config.tracking, tensorboard=False), run_dir, num_steps=num_steps, tokenizer=tokenizer)
+
+
+def policy_run(run_dir: Path, *overrides: str, recipe: str = "ppo_tiny", **parts: Any) -> tuple[Driver, list[Event]]:
+    """A run over fake roles, and what they are told. Prompts are of one token, and two make a step."""
+    fixed = ["algorithm.prompts_per_step=2", "algorithm.num_minibatches=1", "rollout.logprobs=true"]
+    fixed += ["tracking.progress=false", "tracking.completions_every_steps=2", "algorithm.beta=0.1"]
+    config = load_config(CONF / f"{recipe}.yaml", [*fixed, *overrides])
+    told: list[Event] = []
+    learner = Model("policy", told, -1.0, {"loss": 1.0, DIFFERENCE: 0.2})
+    critic = Model("critic", told, 0.25, {"critic/loss": 10.0}) if config.uses_critic else None
+    ids = [np.array([10 + row], np.int32) for row in range(NUM_PROMPTS)]
+    prompts = PromptSet(
+        "test", [f"p{i}" for i in range(NUM_PROMPTS)], ids, None, {}, PromptReport(NUM_PROMPTS, 0, 0, 1)
+    )
+    pool, judge, reference = Pool(learner, told, logprobs=config.needs_rollout_logprobs), Judge(told), Reference(told)
+    tracker = tracker_of(config, run_dir, config.num_steps)
+    stream = PromptStream(prompts, shuffle=True, seed=config.seed)
+    arguments: dict[str, Any] = {
+        "config": config,
+        "roles": Roles(learner, pool, judge, reference, critic),  # type: ignore[arg-type]
+        "algorithm": make_algorithm(config.algorithm),
+        "stream": GroupStream(stream, pool, judge, reference, config, tracker.phase),
+        "held_out": [Prompt(i, [30 + i], f"h{i}") for i in range(2)],
+        "gate": SamplingGate(math.inf, math.inf),
+        "tracker": tracker,
+        "roofline": SimpleNamespace(figures=lambda *_, **__: {}),
+        "checkpoints": CheckpointStore(run_dir, keep=9),
+    }
+    return Driver(**(arguments | parts)), told
+
+
+def reward_run(run_dir: Path, *overrides: str) -> tuple[RewardTraining, list[Event]]:
+    """Five pairs, two a step: three steps an epoch. Texts are of one token."""
+    fixed = ["batch_pairs=2", "num_epochs=2", "tracking.progress=false"]
+    config = load_config(CONF / "reward_tiny.yaml", [*fixed, *overrides], RewardTrainingConfig)
+    told: list[Event] = []
+    pairs = [Pair(np.array([10 + i], np.int32), np.array([20 + i], np.int32)) for i in range(7)]
+    loop = RewardTraining(
+        config=config,
+        learner=Model("reward model", told, 0.5, {"loss": 1.0}),  # type: ignore[arg-type]
+        pairs=pairs[:5],
+        held_out=pairs[5:],
+        tracker=tracker_of(config, run_dir, 6),
+        checkpoints=CheckpointStore(run_dir, keep=9),
+    )
+    return loop, told
+
+
+def lines(loop: Run[Any], name: str) -> list[dict[str, Any]]:
+    """What the run has recorded, without times."""
+    loop.tracker.close()
+    rows = map(json.loads, (loop.tracker.run_dir / f"{name}.jsonl").read_text().splitlines())
+    timed = ("time/", "wall_s", "tokens_per_s", "eps", "bottleneck")
+    return [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows]
+
+
+# ---- the order of things
+
+
+ONE_STEP = ["num_steps=1", "algorithm.whiten_advantages=false", "algorithm.lam=1", "algorithm.kl_estimator=k1"]
+
+
+def test_a_step_asks_the_roles_in_this_order(tmp_path: Path) -> None:
+    loop, told = policy_run(tmp_path, *ONE_STEP)
+    loop.run()
+    (first, second), *_ = [event[1] for event in told if event[0] == "samples" and not event[3]]
+    prompt_of = {10 + row: row for row in range(NUM_PROMPTS)}
+    evaluated = [("samples", [0, 1], 1, True, []), ("judged in an evaluation", [[0, 40], [1, 40]])]
+    scored = next(event[1] for event in told if event[0] == "policy scores")
+    assert [token for token in scored["tokens"] if token in prompt_of], "the prompts' tokens are there"
+    groups = [scored["tokens"][:3], scored["tokens"][3:]]
+    learnt = next(event[2] for event in told if event[0] == "policy learns")
+    assert told == [
+        ("published", 0, 0),
+        *evaluated,
+        ("samples", [first, second], 1, False, []),
+        ("judged", [[[first, 40]]]),
+        ("referred", [groups[0]]),
+        ("judged", [[[second, 40]]]),
+        ("referred", [groups[1]]),
+        ("sleeps",),
+        ("policy scores", scored),
+        ("critic scores", scored),
+        ("policy has scored",),
+        ("critic has scored",),
+        ("critic learns", 0, learnt),
+        ("policy learns", 0, learnt),
+        ("policy has learnt",),
+        ("critic has learnt",),
+        ("published", 1, 1),
+        *evaluated,
+        ("policy is saved",),
+        ("critic is saved",),
+    ]
+
+
+def test_what_is_learnt_from_is_what_the_roles_said(tmp_path: Path) -> None:
+    loop, told = policy_run(tmp_path, *ONE_STEP)
+    loop.run()
+    learnt = next(event[2] for event in told if event[0] == "policy learns")
+    assert learnt["rewards"] == [1.0, 0.0]
+    assert learnt["ref_logprobs"] == [-1.5] * 4
+    assert learnt["old_logprobs"] == pytest.approx([-1.0, -0.999, -0.998, -0.997])
+    assert learnt["values"] == pytest.approx([0.25, 0.251, 0.252, 0.253])
+    assert learnt["compared"] == [True] * 4
+    # with gamma = lam = 1, a return is the sum of what follows: -0.1 x (log p - log p_ref), and the reward at the end
+    assert learnt["returns"] == pytest.approx([0.8999, 0.9499, -0.1005, -0.0503])
+    gains = [value - baseline for value, baseline in zip(learnt["returns"], learnt["values"], strict=True)]
+    assert learnt["advantages"] == pytest.approx(gains)
+
+
+def test_steps_are_recorded_with_their_own_numbers(tmp_path: Path) -> None:
+    loop, _ = policy_run(tmp_path, "num_steps=4", "eval_every_steps=3", "critic.warmup_steps=1")
+    loop.run()
+    rows = lines(loop, "metrics")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row.get("loss") for row in rows] == [None, 1, 2, 3], "only the critic learns in step 1"
+    assert [row["critic/loss"] for row in rows] == [10, 20, 30, 40]
+    assert [row["num_tokens"] for row in rows] == [6, 12, 18, 24]
+    assert [row["staleness/max"] for row in rows] == [0] * 4
+    assert [row["reward"] for row in rows] == [0.5] * 4, "one even prompt of two, in each step"
+    assert [row["step"] for row in lines(loop, "completions")] == [2, 2, 4, 4]
+    assert [(row["step"], row["eval/reward"]) for row in lines(loop, "eval")] == [(0, 0.5), (3, 0.5), (4, 0.5)]
+
+
+def test_epochs_of_pairs_have_orders_of_their_own_and_steps_their_numbers(tmp_path: Path) -> None:
+    loop, told = reward_run(tmp_path, "eval_every_steps=4")
+    loop.run()
+    learnt = [event for event in told if event[0] == "reward model learns"]
+    assert [event[1] for event in learnt] == list(range(6))
+    texts = [event[2]["tokens"][::2] for event in learnt]  # each is followed by the token that is not read
+    assert [len(text) for text in texts] == [4, 4, 2] * 2
+    epochs = [[token for text in texts[at : at + 3] for token in text] for at in (0, 3)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == [10, 11, 12, 13, 14, 20, 21, 22, 23, 24]
+    assert epochs[0] != epochs[1]
+    assert [event[1]["tokens"][::2] for event in told if event[0] == "reward model scores"] == [[15, 25, 16, 26]] * 3
+    rows = lines(loop, "metrics")
+    assert [(row["step"], row["loss"], row["num_tokens"]) for row in rows] == [
+        (step, step, tokens) for step, tokens in enumerate([4, 8, 10, 14, 18, 20], start=1)
+    ]
+    # scores are 0.5, 0.501, 0.502, 0.503 before anything is learnt: the first of a pair is behind by 0.001
+    centring = 0.01 * (1.001**2 + 1.005**2) / 2
+    first = lines(loop, "eval")[0]
+    assert first["eval/loss"] == pytest.approx(math.log(1 + math.exp(0.001)) + centring)
+    assert (first["eval/accuracy"], first["eval/margin"]) == (0, pytest.approx(-0.001, rel=1e-3))
+
+
+def saved_and_evaluated(loop: Run[Any]) -> tuple[list[int], list[int]]:
+    loop.run()  # type: ignore[attr-defined]
+    return loop.checkpoints.steps(), sorted(loop.evaluations)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "saved", "evaluated"),
+    [
+        ([], [6], [0, 6]),
+        (["checkpoint.every_steps=2", "eval_every_steps=4"], [2, 4, 6], [0, 4, 6]),
+        (["checkpoint.every_steps=4", "eval_every_steps=6"], [4, 6], [0, 6]),
+    ],
+)
+@pytest.mark.parametrize("start", [policy_run, reward_run])
+def test_checkpoints_and_evaluations_come_when_they_are_due_and_at_the_end(
+    tmp_path: Path, start: Callable[..., Any], overrides: list[str], saved: list[int], evaluated: list[int]
+) -> None:
+    length = ["num_steps=6"] if start is policy_run else []
+    loop, told = start(tmp_path, *length, *overrides)
+    assert saved_and_evaluated(loop) == (saved, evaluated)
+    assert len([event for event in told if event[0].endswith("is saved")]) == len(saved) * len(loop.trained())
+
+
+@pytest.mark.parametrize("start", [policy_run, reward_run])
+def test_a_request_to_stop_ends_the_run_after_its_step_with_a_checkpoint(
+    tmp_path: Path, start: Callable[..., Any]
+) -> None:
+    loop, _ = start(tmp_path, *(["num_steps=6"] if start is policy_run else []))
+    log_step = loop.tracker.log_step
+
+    def stop(step: int, *arguments: Any, **counts: Any) -> None:
+        log_step(step, *arguments, **counts)
+        loop.stop_requested = step == 2
+
+    loop.tracker.log_step = stop
+    assert saved_and_evaluated(loop) == ([2], [0])
+
+
+def test_a_sampler_that_differs_is_noted_and_beyond_the_bound_ends_the_run_unpublished(tmp_path: Path) -> None:
+    notes: list[str] = []
+    loop, told = policy_run(tmp_path, "num_steps=5", gate=SamplingGate(warn=0.3, stop=0.7))
+    loop.tracker.note = notes.append  # type: ignore[method-assign]
+    with pytest.raises(SamplingError, match="weight version 3"):
+        loop.run()  # 0.2 nats, then 0.4, 0.6, 0.8
+    assert [note.partition(":")[0] for note in notes] == ["weight version 1", "weight version 2"]
+    assert [event[1] for event in told if event[0] == "published"] == [0, 1, 2, 3]
+    assert loop.checkpoints.steps() == []
+
+
+def test_what_a_step_compared_is_not_compared_again_until_it_is_due(tmp_path: Path) -> None:
+    every_third = ["rollout.logprobs=false", "checks.logprob_every_steps=3", "checks.logprob_groups=1"]
+    loop, told = policy_run(tmp_path, "num_steps=5", *every_third)
+    loop.run()
+    asked = [event[4] for event in told if event[0] == "samples" and not event[3]]
+    assert asked == [[0], [], [], [1], []], "another group each time"
+
+
+# ---- going on from a checkpoint
+
+
+PPO = ["algorithm.kl_target=1", "algorithm.kl_horizon=10"]
+STALE = "rollout.max_staleness=1"
+COMMON = ["checkpoint.every_steps=3", "eval_every_steps=2", "checks.on_nonfinite=skip"]
+RUNS: dict[str, tuple[Callable[..., Any], list[str]]] = {
+    "ppo": (policy_run, PPO),
+    "ppo, stale": (policy_run, [*PPO, STALE]),
+    "grpo": (lambda *a: policy_run(*a, "algorithm.group_size=2", recipe="grpo_tiny"), []),
+    "grpo, stale": (lambda *a: policy_run(*a, "algorithm.group_size=2", recipe="grpo_tiny"), [STALE]),
+    "reward": (reward_run, []),
+}
+
+
+def without(event: Event, names: set[str]) -> Event:
+    """The event, with batches that lack these tensors."""
+    return tuple({k: v for k, v in x.items() if k not in names} if isinstance(x, dict) else x for x in event)
+
+
+def end_state(loop: Run[Any]) -> dict[str, Any]:
+    """What a checkpoint would hold, without what depends on the process."""
+    state = json.loads(json.dumps(loop.state_dict()))
+    return state | {"tracker": {k: v for k, v in state["tracker"].items() if k not in OF_THIS_PROCESS}}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_resumed_run_asks_what_a_straight_one_does(tmp_path: Path, kind: str) -> None:
+    start, overrides = RUNS[kind]
+    overrides = [*COMMON, *overrides, *([] if kind == "reward" else ["num_steps=6"])]
+
+    def prepared(name: str) -> tuple[Any, list[Event]]:
+        loop, told = start(tmp_path / name, *overrides)
+        loop.trained()["learner"].skips = (1,)
+        return loop, told
+
+    straight, expected = prepared("straight")
+    straight.run()
+    names = list(straight.trained())
+    after_third = [i for i, event in enumerate(expected) if event[0].endswith("is saved")][len(names) - 1] + 1
+
+    broken, _ = prepared("run")
+    broken.trained()["learner"].before[4] = lose
+    with pytest.raises(RoleLostError):
+        broken.run()
+    broken.tracker.close()
+    resumed, told = prepared("run")
+    resumed.run()
+
+    loaded = [(event[0].replace("saved", "loaded"),) for event in expected[after_third - len(names) : after_third]]
+    assert told[: len(loaded)] == loaded
+    told, expected = told[len(loaded) :], expected[after_third:]
+    if kind != "reward":
+        assert told.pop(0) == ("published", 3, 3), "before anything is sampled"
+    if STALE in overrides:
+        (at, first), *_ = [(i, event) for i, event in enumerate(told) if event[0] == "samples"]
+        (then,) = [event for event in expected if event[0] == "samples" and event[1] == first[1][2:]]
+        assert first[2:] == then[2:] and len(first[1]) == 4, "what was under way, and as much as the straight run"
+        told[at] = then
+        batch, stale = (next(e[2] for e in events if e[0] == "policy learns") for events in (told, expected))
+        assert set(batch["versions"]) == {3} and set(stale["versions"]) == {2}
+    ignored = SAMPLED_LATER if STALE in overrides else set()
+    assert [without(event, ignored) for event in told] == [without(event, ignored) for event in expected]
+    assert end_state(resumed) == end_state(straight)
+    assert sorted(resumed.evaluations) == [0, 2, 4, 6] and resumed.skipped.total == 1
+    if kind.startswith("ppo"):
+        assert resumed.algorithm.state_dict()["beta"] != resumed.config.algorithm.beta, "it was adapted"
+    stale_metrics = {"staleness/max", "staleness/mean", DIFFERENCE} if STALE in overrides else set()
+    for name in ("metrics", "eval"):
+        ours, theirs = (lines(loop, name) for loop in (resumed, straight))
+        assert [without((row,), stale_metrics) for row in ours] == [without((row,), stale_metrics) for row in theirs]

@@ -1,0 +1,36 @@
+"""Every model of a run is looked at before Ray starts, and only the user's own may bring code."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jobs.validate
+from jobs.validate import check_families
+from rlhf.recipes import load_config
+
+RECIPE = Path(__file__).resolve().parents[2] / "conf" / "ppo_rm_tiny.yaml"
+PATHS = {"model.path": "a", "reference.path": "b", "critic.path": "c", "reward.model.path": "d"}
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, bool]]:
+    """By key, each model that was looked at, and whether its code is trusted."""
+    found: dict[str, tuple[str, bool]] = {}
+
+    def look(path: str, *, key: str, max_tokens: Any, trust_remote_code: bool) -> None:
+        found[key] = path, trust_remote_code
+
+    monkeypatch.setattr(jobs.validate, "load_model_config", look)
+    return found
+
+
+def test_every_model_is_checked_and_a_reward_model_s_code_is_never_trusted(checked: dict[str, Any]) -> None:
+    paths = [f"{key}={path}" for key, path in PATHS.items()]
+    check_families(load_config(RECIPE, [*paths, "model.trust_remote_code=true"]))
+    assert checked == {key: (path, key != "reward.model.path") for key, path in PATHS.items()}
+
+
+def test_what_is_not_named_is_not_checked(checked: dict[str, Any]) -> None:
+    check_families(load_config(RECIPE.with_name("grpo_tiny.yaml"), ["model.path=a"]))
+    assert checked == {"model.path": ("a", False)}
