@@ -37,7 +37,8 @@ also_copy = {copied}
 do_not_mutate_patterns = {left_alone}
 # unraisableexception collects all garbage ten times in each run, which takes three quarters of its time
 pytest_add_cli_args = [
-    "-p", "no:cacheprovider", "-p", "no:unraisableexception", "--hypothesis-seed=0", "--hypothesis-profile=few examples"
+    "-p", "no:cacheprovider", "-p", "no:unraisableexception",
+    "--hypothesis-seed=0", "--hypothesis-profile=few examples",
 ]
 pytest_add_cli_args_test_selection = {tests}
 process_isolation = "forkserver" # a fork of a process that has run autograd cannot run it

@@ -210,10 +210,13 @@ def test_ppo_without_any_reward_learns_nothing(whiten: bool) -> None:
     assert algorithm.state_dict()["beta"] == 0.25, "no measurement, no change"
 
 
-def test_ppo_cannot_whiten_a_single_token() -> None:
-    missing = batch(
-        old_logprobs=torch.zeros(7), values=torch.ones(7), rewards=torch.tensor([math.nan, 3.0, math.nan, math.nan])
-    )
+@pytest.mark.parametrize(
+    ("last_reward", "expected"),
+    [(math.nan, [0.0] * 7), (4.0, [0, 0, -math.sqrt(1 / 2), 0, 0, 0, math.sqrt(1 / 2)])],
+)
+def test_ppo_cannot_whiten_a_single_token(last_reward: float, expected: list[float]) -> None:
+    rewards = torch.tensor([math.nan, 3.0, math.nan, last_reward])
+    missing = batch(old_logprobs=torch.zeros(7), values=torch.ones(7), rewards=rewards)
     done, _ = make_algorithm(ppo()).assign_advantages(missing)
     assert done.advantages is not None
-    assert done.advantages.tolist() == [0.0] * 7
+    assert done.advantages.tolist() == pytest.approx(expected)

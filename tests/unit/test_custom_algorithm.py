@@ -80,6 +80,9 @@ def largest(inputs):
 
 def no_stats(inputs):
     return bare(inputs), [inputs.ratio]
+
+def calls_what_raises(inputs):
+    return raises(inputs)
 """
 
 
@@ -271,6 +274,10 @@ def test_what_can_be_called_passes(module: Path) -> None:
         ("too_short", "returned float32 [3]; return a float tensor [4], one per completion or [7], one per token"),
         ("two_dimensional", "returned float32 [4, 1]; return"),
         ("raises", "raised AttributeError: 'AdvantageInputs' object has no attribute 'nothing' (at mine.py:29)"),
+        (
+            "calls_what_raises",
+            "raised AttributeError: 'AdvantageInputs' object has no attribute 'nothing' (at mine.py:29)",
+        ),
     ],
 )
 def test_what_an_estimator_must_not_return(module: Path, function: str, expected: str) -> None:

@@ -105,6 +105,8 @@ def test_prompts_are_shared_where_that_saves_a_good_part_of_the_tokens() -> None
     assert not worth_sharing(long_answers := groups_batch([(8, [80] * 4)]))  # 24 of 352
     assert batch_spans(long_answers) == [(88, 88)] * 4
     assert not worth_sharing(groups_batch([(8, [1]), (8, [1]), (8, [1])])), "every prompt is another"
+    assert worth_sharing(groups_batch([(3, [7, 6])]))  # 3 of 19
+    assert not worth_sharing(groups_batch([(3, [7, 7])]))  # 3 of 20: no more than the copies cost
 
 
 def test_large_groups_are_cut_into_pieces() -> None:
@@ -114,6 +116,12 @@ def test_large_groups_are_cut_into_pieces() -> None:
     assert [unit.spans for unit in units][2] == ((10, 10), (10, 20), (10, 20))
     apart = prompt_units(batch, share_prompts=False, num_ranks=1, token_budget=100)
     assert [unit.members for unit in apart] == [range(i, i + 1) for i in range(8)]
+
+
+def test_a_group_that_fits_stays_whole_and_one_without_any_room_falls_apart() -> None:
+    (group,) = whole_groups(groups_batch([(10, [10] * 2)]), share_prompts=True)
+    assert group.tokens == 10 + 2 * 12.5 and group.pieces(35) == [group]
+    assert group.pieces(5) == [Unit(range(1), ((20, 20),)), Unit(range(1, 2), ((20, 20),))]
 
 
 def test_a_group_is_spread_over_ranks_that_would_idle() -> None:

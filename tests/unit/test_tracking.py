@@ -116,6 +116,8 @@ def test_without_groups_there_is_no_share_of_equal_ones():
     metrics = rollout_metrics([rollout(1)] * 3, given(torch.tensor([0.0, 1.0, 2.0])), group_size=1)
     assert metrics["reward_std"] == 1.0
     assert "frac_reward_zero_std" not in metrics
+    two = rollout_metrics([rollout(1)] * 2, given(torch.tensor([1.0, 3.0])), group_size=1)
+    assert two["reward_std"] == pytest.approx(math.sqrt(2))
     assert rollout_metrics([rollout(1)], given(torch.tensor([4.0])), group_size=1)["reward_std"] == 0.0
 
 
@@ -134,7 +136,7 @@ def test_length_metrics_by_hand():
     }
     all_cut = rollout_metrics([rollout(8, truncated=True)] * 2, given(torch.zeros(2)), group_size=2)
     assert all_cut["completions/clipped_ratio"] == 1.0
-    assert all_cut["completions/mean_terminated_length"] == 0.0
+    assert [all_cut[f"completions/{name}_terminated_length"] for name in ("mean", "min", "max")] == [0.0] * 3
 
 
 def test_a_step_is_on_disk_as_one_json_object_at_once(tmp_path: Path):
