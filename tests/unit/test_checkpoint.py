@@ -38,7 +38,7 @@ def test_a_checkpoint_holds_its_state_and_its_run_and_nothing_is_left_beside_it(
     assert state.pop("written_s") > 0 and state == {"step": 5, "config": {"seed": 3}}
     assert sorted(file.name for file in store.path(5).iterdir()) == ["driver.json", "learner"]
     assert not list(store.directory.glob(".partial*"))
-    assert store.steps() == [5] and store.path(5).name == "step-000005"
+    assert store.steps() == [5] and store.path(5) == tmp_path / "run" / "checkpoints" / "step-000005"
 
 
 def test_a_damaged_state_is_one_line(tmp_path: Path) -> None:
@@ -127,6 +127,6 @@ def test_resume_modes(tmp_path: Path) -> None:
     write(store, 5)
     write(store, 6)
     assert store.find("none") is None
-    assert store.find(str(store.path(5))) == store.path(5)
+    assert store.find(str(store.path(5))) == store.path(5) and store.holds(5)
     with pytest.raises(CheckpointError, match=r"checkpoint\.resume=.*not a complete checkpoint"):
         store.find(str(tmp_path / "elsewhere"))

@@ -137,6 +137,7 @@ def test_a_steps_figures_by_hand() -> None:
     assert found["perf/hbm_decode"] == pytest.approx(expected / (2.0 * 1e6))
     assert found["perf/link_sync"] == pytest.approx(2 * (BODY + 1600) / (0.25 * 2e5))
     assert weight_bytes(SHAPE) == 2 * (BODY + 1600)
+    assert weight_bytes(dataclasses.replace(SHAPE, tied=False)) == 2 * (BODY + 2 * 1600)
 
 
 def test_two_engines_of_two_gpus_have_four_times_the_bandwidth() -> None:
