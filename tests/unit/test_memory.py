@@ -183,6 +183,9 @@ def test_a_publish_by_hand() -> None:
 def test_forward_by_hand() -> None:
     assert forward_bytes(TOY, tokens=100, chunk=3, lm_head=True, element_bytes=2) == 100 * 168 + 3 * 10 * 2
     assert forward_bytes(TOY, tokens=100, chunk=3, lm_head=False, element_bytes=2) == 100 * 168
+    frozen = frozen_memory(TOY, tokens=100, lm_head=True)
+    assert frozen.scoring == 100 * 168, "no chunk, no logits"
+    assert frozen.weights == 2 * TOY.parameters(lm_head=True)
 
 
 def test_what_a_rank_holds_by_hand() -> None:
