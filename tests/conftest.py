@@ -28,7 +28,9 @@ for key, value in QUIET_AND_OFFLINE.items():
     os.environ.setdefault(key, value)
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # how long an example takes proves nothing
-hypothesis.settings.register_profile("few examples", deadline=None, max_examples=20)  # for tests/mutants/generated.py
+hypothesis.settings.register_profile(  # for tests/mutants/generated.py, which need not know the smallest that fails
+    "few examples", deadline=None, max_examples=20, phases=[hypothesis.Phase.generate]
+)
 hypothesis.settings.load_profile("any machine")
 
 

@@ -28,6 +28,7 @@ LISTS = Path(__file__).parent
 LEAST_NOTICED = 0.85  # share of a module's faults, less the equivalent ones
 LEFT_ALONE = [r"^\s*(raise|assert)\b"]
 SURVIVED = {"survived", "no tests"}  # the other results, a hang or a crash among them, are seen in a test run
+UNCERTAIN = {"timeout"}  # on a busy machine, an equivalent fault may run out of time
 SETTINGS = """
 [tool.mutmut]
 source_paths = [{module}]
@@ -76,8 +77,9 @@ def _faults(entries: list[dict[str, Any]]) -> frozenset[Fault]:
     )
 
 
-def faults_of(module: str, tests: list[str]) -> list[tuple[Fault, str]]:
-    """mutmut's faults in a module, each with its result. Ends the program if mutmut could not run."""
+def faults_of(module: str, tests: list[str]) -> Iterator[tuple[Fault | None, str]]:
+    """The result of each of mutmut's faults in a module, with the fault itself unless it was noticed for certain: to
+    find its lines takes seconds. Exits if mutmut could not run."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as directory, chdir(directory):
         copy_tree(Path())
         copied = [path.name for path in Path().iterdir()]
@@ -91,8 +93,10 @@ def faults_of(module: str, tests: list[str]) -> list[tuple[Fault, str]]:
             sys.exit(f"{run.stdout}\nmutmut ended with {run.returncode} for {module}")
         data = SourceFileMutationData(path=module)
         data.load()
-        assert None not in data.exit_code_by_key.values(), "mutmut was interrupted"
-        return [(_fault(module, name), status_by_exit_code[code]) for name, code in data.exit_code_by_key.items()]
+        for name, code in data.exit_code_by_key.items():
+            assert code is not None, f"{name} was not run"
+            result = status_by_exit_code[code]
+            yield _fault(module, name) if result in SURVIVED | UNCERTAIN else None, result
 
 
 def _fault(module: str, name: str) -> Fault:
@@ -121,10 +125,9 @@ def main() -> None:
     judged, total, failed = Judged.load(), Count(), False
     for module in chosen:
         count = Count()
-        unused = {fault for fault in judged.equivalent | judged.accepted if fault.file == module}
+        unused: set[Fault | None] = {f for f in judged.equivalent | judged.accepted if f.file == module}
         for fault, result in faults_of(module, modules[module]):
-            if result in SURVIVED or result == "timeout":  # on a busy machine, an equivalent fault may run out of time
-                unused.discard(fault)
+            unused.discard(fault)
             if result not in SURVIVED:
                 count.noticed += 1
             elif fault not in judged.equivalent:

@@ -1,7 +1,10 @@
-"""Scaling decisions from measured loads."""
+"""A step's load as it is measured, and scaling decisions from it."""
 
-from actors.rollouts.autoscale import Autoscaler, Decision, StepLoad
+import pytest
+
+from actors.rollouts.autoscale import Autoscaler, Decision, LoadMeter, StepLoad
 from rlhf.config import AutoscaleConfig
+from tests.fake_ray import Clock
 
 WAITING = StepLoad(step_s=10, wait_s=6, busy_worker_s=9, worker_s=10)
 IDLE = StepLoad(step_s=10, wait_s=0.5, busy_worker_s=3, worker_s=10)
@@ -14,16 +17,45 @@ def judge(loads: list[StepLoad], *, num_workers: int = 2, maximum: int = 4) -> l
     return [d and d.num_workers for d in decisions]
 
 
+@pytest.mark.parametrize(
+    ("on_policy", "busy_s", "worker_s"),
+    [(False, 30, 45), (True, 10, 15)],  # on policy: without the ten seconds before the driver waited
+)
+def test_a_steps_load_is_what_happened_since_the_last_publish(
+    monkeypatch: pytest.MonkeyPatch, on_policy: bool, busy_s: float, worker_s: float
+) -> None:
+    clock = Clock(monkeypatch)
+    meter = LoadMeter(on_policy=on_policy)
+
+    def look(elapsed_s: float, *, driver_waits: bool) -> None:
+        """Two of three workers are busy."""
+        clock.now_s += elapsed_s
+        meter.looked(lambda seconds: (2 * seconds, 3 * seconds), driver_waits=driver_waits)
+
+    for elapsed_s in (8, 2):
+        look(elapsed_s, driver_waits=False)
+    for elapsed_s in (1, 4):
+        look(elapsed_s, driver_waits=True)
+    for waited_s in (1.5, 2.5):
+        meter.waited(waited_s)
+    clock.now_s += 5
+    assert meter.close() == StepLoad(step_s=20, wait_s=4, busy_worker_s=busy_s, worker_s=worker_s)
+    look(3, driver_waits=True)
+    assert meter.close() == StepLoad(step_s=3, wait_s=0, busy_worker_s=16, worker_s=24), "the five before it, too"
+
+
 def test_grows_after_waiting_for_several_steps_in_a_row() -> None:
-    assert judge([WAITING] * 4) == [None, None, 3, None]
+    assert judge([WAITING] * 6) == [None, None, 3, None, None, 3]
 
 
 def test_shrinks_when_workers_idle() -> None:
     assert judge([IDLE] * 3) == [None, None, 1]
+    assert judge([IDLE] * 3, num_workers=4) == [None, None, 3], "by one"
 
 
 def test_does_not_swing() -> None:
     assert judge([WAITING, IDLE, WAITING, BALANCED, WAITING, WAITING]) == [None] * 6
+    assert judge([WAITING, WAITING, IDLE, IDLE, IDLE]) == [None] * 4 + [1], "only steps that agree count"
     both = StepLoad(step_s=10, wait_s=6, busy_worker_s=2, worker_s=10)
     assert judge([both] * 5) == [None] * 5
 
@@ -40,6 +72,13 @@ def test_waits_until_the_last_change_has_taken_effect() -> None:
     assert decision and decision.num_workers == 3
     assert "the learner waited for samples for more than 25%" in decision.reason
     assert "(now 60%)" in decision.reason
+    decision = scaler.judge(IDLE, num_workers=2, settled=True)
+    assert decision and "workers were idle for more than 50% of the time (now 70%)" in decision.reason
+
+
+def test_at_a_threshold_the_pool_is_left_alone() -> None:
+    assert judge([StepLoad(step_s=8, wait_s=2, busy_worker_s=9, worker_s=10)] * 3) == [None] * 3
+    assert judge([StepLoad(step_s=8, wait_s=0, busy_worker_s=5, worker_s=10)] * 3) == [None] * 3
 
 
 def test_a_pool_without_load_is_left_alone() -> None:

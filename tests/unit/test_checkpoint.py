@@ -26,6 +26,31 @@ def test_newest_whole_one_is_found_and_old_ones_go(tmp_path: Path) -> None:
     assert read_state(found)["step"] == 15
 
 
+def test_a_checkpoint_holds_its_state_and_its_run_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "run", keep=2)
+    store.run = {"config": {"seed": 3}}
+    (store.directory / ".partial-000005").mkdir(parents=True)
+    (store.directory / ".partial-000005" / "of an interrupted write").touch()
+    for other in ("step-7", "notes", "step-000008"):  # the last without a state
+        (store.directory / other).mkdir()
+    write(store, 5)
+    state = read_state(store.path(5))
+    assert state.pop("written_s") > 0 and state == {"step": 5, "config": {"seed": 3}}
+    assert sorted(file.name for file in store.path(5).iterdir()) == ["driver.json", "learner"]
+    assert not list(store.directory.glob(".partial*"))
+    assert store.steps() == [5] and store.path(5) == tmp_path / "run" / "checkpoints" / "step-000005"
+
+
+def test_a_damaged_state_is_one_line(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    write(store, 5)
+    (store.path(5) / "driver.json").write_text("{")
+    with pytest.raises(
+        CheckpointError, match=r"step-000005/driver\.json: cannot be read \(.*\); remove that checkpoint"
+    ):
+        store.find("auto")
+
+
 def test_a_run_that_starts_anew_keeps_its_own(tmp_path: Path) -> None:
     old = CheckpointStore(tmp_path, keep=2)
     write(old, 90)
@@ -102,7 +127,7 @@ def test_resume_modes(tmp_path: Path) -> None:
     write(store, 5)
     write(store, 6)
     assert store.find("none") is None
-    assert store.find(str(store.path(5))) == store.path(5)
+    assert store.find(str(store.path(5))) == store.path(5) and store.holds(5)
     with pytest.raises(CheckpointError, match=r"checkpoint\.resume=.*not a complete checkpoint"):
         store.find(str(tmp_path / "elsewhere"))
 

@@ -8,6 +8,7 @@ import pytest
 
 from jobs.validate import check_rewards
 from rlhf.config import Config
+from rlhf.data.columns import first_lacking
 from rlhf.data.prompts import PromptSet, load_prompts
 from rlhf.errors import DataError
 from rlhf.recipes import load_config
@@ -16,6 +17,12 @@ ROOT = Path(__file__).resolve().parents[2]
 WITH = '{"prompt": "a", "answer": "1", "level": 2}\n'
 NULL = '{"prompt": "b", "answer": null}\n'
 WITHOUT = '{"prompt": "c", "level": 3}\n'
+
+
+def test_the_first_row_without_a_key_is_found_by_column() -> None:
+    rows: list[tuple[int, dict[str, Any]]] = [(1, {"a": 0, "b": None}), (3, {"a": 1}), (4, {"c": 2})]
+    assert first_lacking(rows, ["a", "b", "c"]) == {"a": 4, "b": 3, "c": 1}
+    assert first_lacking(rows[:2], ["a"]) == {}
 
 
 @pytest.fixture

@@ -137,6 +137,7 @@ def test_a_steps_figures_by_hand() -> None:
     assert found["perf/hbm_decode"] == pytest.approx(expected / (0.75 * 1e6))
     assert found["perf/link_sync"] == pytest.approx(2 * (BODY + 1600) / (0.25 * 2e5))
     assert weight_bytes(SHAPE) == 2 * (BODY + 1600)
+    assert weight_bytes(dataclasses.replace(SHAPE, tied=False)) == 2 * (BODY + 2 * 1600)
 
 
 def test_engines_have_the_bandwidth_of_the_gpus_they_span_or_share() -> None:

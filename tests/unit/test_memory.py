@@ -187,6 +187,9 @@ def test_a_publish_by_hand() -> None:
 def test_forward_by_hand() -> None:
     assert forward_bytes(TOY, tokens=100, chunk=3, lm_head=True, element_bytes=2) == 100 * 160 + 3 * 10 * 2
     assert forward_bytes(TOY, tokens=100, chunk=3, lm_head=False, element_bytes=2) == 100 * 160
+    frozen = frozen_memory(TOY, tokens=100, lm_head=True)
+    assert frozen.scoring == 100 * 160, "no chunk, no logits"
+    assert frozen.weights == 2 * TOY.parameters(lm_head=True)
 
 
 def test_what_a_rank_holds_by_hand() -> None:
@@ -476,6 +479,112 @@ def test_the_remedy_for_scoring_names_the_model_that_takes_the_most(scoring: dic
     plan = MemoryPlan(config, GIB, roles, {"shared": {"score": 2 * GIB}}, {})
     with pytest.raises(ConfigError, match=rf"lower {key}\.micro_batch_tokens, or use placement\.mode=separate"):
         plan.check()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "phase", "learner", "checkpointed", "overrides", "remedy"),
+    [
+        ("rollout", "generate", {}, True, [], "lower rollout.gpu_memory_fraction"),
+        ("shared", "generate", {}, True, [], "lower rollout.gpu_memory_fraction, or use placement.mode=separate"),
+        ("rollout.extra_kinds.a", "generate", {}, True, [], "lower rollout.extra_kinds.a.gpu_memory_fraction"),
+        ("reference", "score", {}, True, [], "lower reference.micro_batch_tokens"),
+        ("reward_model", "score", {}, True, [], "lower reward.model.micro_batch_tokens"),
+        # weights, gradients and optimiser state take 6 in all
+        ("learner", "train", {"training": 6.0}, True, [], "lower learner.micro_batch_tokens or LOGITS"),
+        (
+            "learner",
+            "train",
+            {"training": 6.0},
+            False,
+            [],
+            "set learner.gradient_checkpointing=null, or lower learner.micro_batch_tokens or LOGITS",
+        ),
+        (
+            "learner",
+            "train",
+            {"training": 5.0},
+            True,
+            [],
+            "raise learner.num_ranks (with zero_stage=3), or set learner.offload_optimizer=true",
+        ),
+        (
+            "learner",
+            "train",
+            {"training": 5.0},
+            True,
+            ["learner.offload_optimizer=true"],
+            "raise learner.num_ranks (with zero_stage=3)",
+        ),
+        (
+            "shared",
+            "train",
+            {"training": 6.0},
+            True,
+            [],
+            "lower learner.micro_batch_tokens or LOGITS, or use placement.mode=separate",
+        ),
+        (
+            "shared",
+            "train",
+            {"training": 0.5},
+            True,
+            [],
+            "raise critic.num_ranks (with zero_stage=3), or set critic.offload_optimizer=true, "
+            "or use placement.mode=separate",
+        ),
+    ],
+)
+def test_the_remedy_names_the_key_of_what_takes_the_most(
+    gpu: str, phase: str, learner: dict[str, float], checkpointed: bool, overrides: list[str], remedy: str
+) -> None:
+    config = load_config(CONF / "grpo_tiny.yaml", ["model.path=x", *overrides])
+    states = {"gradients": 2.0, "optimizer": 1.0}
+    roles = {"learner": RoleMemory(3.0, **states, **learner), "critic": RoleMemory(3.0, **states, training=1.0)}
+    choices = {role: Checkpointing(checkpointed, needed=0.0, left=0.0) for role in roles}
+    plan = MemoryPlan(config, GIB, roles, {gpu: {phase: 2 * GIB, "other": GIB}}, choices)
+    with pytest.raises(ConfigError) as caught:
+        plan.check()
+    who = "learner + critic" if gpu == "shared" else gpu
+    remedy = remedy.replace("LOGITS", "learner.logits_chunk_tokens")
+    assert str(caught.value) == f"{who}: 2.0 GiB predicted to {phase}, the GPU has 1.0; {remedy}"
+
+
+def test_what_was_decided_for_a_learner_is_one_line() -> None:
+    config = load_config(CONF / "grpo_tiny.yaml", ["model.path=x"])
+    roles = {
+        "learner": RoleMemory(1.0 * GIB, training=2.0 * GIB, other=0.0, offloads=True),
+        "critic": RoleMemory(3.0 * GIB, other=0.0, float32_gradients=True),
+    }
+    choices = {
+        "learner": Checkpointing(on=True, needed=4.0 * GIB, left=-1.0 * GIB),
+        "critic": Checkpointing(on=False, needed=4.0 * GIB, left=5.0 * GIB),
+    }
+    plan = MemoryPlan(config, 8 * GIB, roles, {}, choices)
+    assert plan.describe("learner") == (
+        "learner: 3.2 GiB of 8.0 predicted; gradient checkpointing on: without it a pass needs 4.0 GiB, and 0.0 are "
+        "left; gradients add up in bfloat16; its optimiser state waits in host memory while vLLM generates"
+    )
+    assert plan.describe("critic") == (
+        "critic: 3.0 GiB of 8.0 predicted; gradient checkpointing off: without it a pass needs 4.0 GiB, and 5.0 are "
+        "left; gradients add up in float32"
+    )
+
+
+def test_what_an_engine_may_hold_is_one_line(tmp_path: Path) -> None:
+    """A token of the 0.5B model takes 24 layers x 2 x 2 heads of 64 x 2 bytes, half of it on each of two GPUs."""
+    kind = "rollout.extra_kinds.big={tensor_parallel_size: 2, gpu_memory_fraction: 0.25}"
+    config = with_shape(tmp_path, QWEN_05B, "grpo_0.5b_1gpu.yaml", "placement.mode=separate", kind)
+    token = 24 * 2 * 2 * 64 * 2
+    roles = {
+        "rollout": RoleMemory(0.0, kv_cache=-1.0),
+        "rollout.extra_kinds.big": RoleMemory(0.0, kv_cache=12_345 * token / 2),
+    }
+    plan = MemoryPlan(config, 15 * GIB, roles, {}, {})
+    assert plan.describe_rollout("big") == (
+        "rollout.extra_kinds.big: the KV cache holds 12,345 tokens; gpu_memory_fraction=0.25, and 0.80 would be safe"
+    )
+    assert plan.describe_rollout("default").startswith("rollout: the KV cache holds 0 tokens; ")
+    assert dataclasses.replace(plan, device_bytes=GIB).largest_rollout_fraction() == 0, "the engine's graphs fill it"
 
 
 def test_a_kind_that_asks_for_other_gpus_is_not_judged_by_these(tmp_path: Path) -> None:

@@ -149,15 +149,17 @@ def test_number_match() -> None:
 
 
 def test_even_tokens() -> None:
-    assert even_tokens([[2, 3, 4, 6], [1], []]) == [0.75, 0.0, 0.0]
+    assert even_tokens([[2, 3, 4, 6], [1], [2], []]) == [0.75, 0.0, 1.0, 0.0]
 
 
 def test_length_penalty_is_soft_then_full() -> None:
     ids = [[0] * n for n in (4, 6, 7, 10, 12)]  # max 10, buffer 4: free up to 6
     assert length_penalty(ids, max_tokens=10, buffer_tokens=4) == [0.0, 0.0, -0.25, -1.0, -1.0]
     assert length_penalty(ids[:2], max_tokens=4, buffer_tokens=4) == [-1.0, -1.0]
-    with pytest.raises(ValueError, match="buffer_tokens=11 must be from 1 to max_tokens=10"):
-        length_penalty(ids, max_tokens=10, buffer_tokens=11)
+    assert length_penalty(ids, max_tokens=7, buffer_tokens=1) == [0.0, 0.0, -1.0, -1.0, -1.0]
+    for buffer_tokens in (0, 11):
+        with pytest.raises(ValueError, match=f"buffer_tokens={buffer_tokens} must be from 1 to max_tokens=10"):
+            length_penalty(ids, max_tokens=10, buffer_tokens=buffer_tokens)
 
 
 def test_format_regex_matches_the_whole_text() -> None:
@@ -513,6 +515,9 @@ def test_combine_is_the_weighted_sum_of_those_that_did_not_abstain() -> None:
     assert combined.tolist() == [7.0, 10.0, 4.0]
     assert combine({"penalty": [4.0, math.nan]}, {"penalty": -0.5})[:1].tolist() == [-2.0], "a penalty is a number, too"
     assert combine({"a": [1e8], "b": [1.0], "c": [1e8]}, {"a": 1.0, "b": 1.0, "c": -1.0}).tolist() == [1.0]
+    large = 2.0**24  # float32 has no number between it and large + 2
+    assert combine({"a": [large + 1], "b": [large]}, {"a": 1.0, "b": -1.0}).tolist() == [1.0]
+    assert combine({"a": [1.0], "b": [-1.0]}, {"a": large + 1, "b": large}).tolist() == [1.0]
 
 
 def test_a_row_to_which_nobody_gave_a_number_has_no_reward() -> None:
@@ -543,6 +548,7 @@ def test_the_scores_of_batches_join_by_name() -> None:
     whole = Scores.concat(parts)
     assert whole.given == {"a": [1.0, 5.0, 6.0], "b": [2.0, 3.0, 4.0]}
     assert whole.rewards.tolist() == [21.0, 35.0, 46.0]
+    assert Scores.concat(parts[:1]) == parts[0]
 
 
 def test_more_abstained_than_allowed_ends_the_run() -> None:

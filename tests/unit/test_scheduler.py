@@ -60,6 +60,15 @@ def test_a_worker_is_as_fast_as_its_kind_until_it_has_been_measured() -> None:
     assert [counts.count(worker) for worker in range(5)] == [10, 30, 10, 30, 20], "of a new kind: as fast as the mean"
 
 
+def test_a_worker_that_has_come_to_a_standstill_is_the_slowest() -> None:
+    scheduler = live_scheduler(8, 8)
+    scheduler.measured(0, 0.0)
+    scheduler.measured(1, 1e-3)
+    for _ in range(2):
+        scheduler.enqueue(prompt_id=0, prompt_tokens=1, num_samples=1)
+    assert [a.worker for a in scheduler.dispatch()] == [1, 1]
+
+
 def test_paces_and_lengths_are_remembered() -> None:
     scheduler = live_scheduler(8)
     scheduler.measured(0, 30.0)
@@ -81,6 +90,22 @@ def test_a_full_worker_takes_no_more_and_an_empty_one_takes_anything() -> None:
     assert [a.group for a in scheduler.dispatch()] == [second]
 
 
+def test_a_workers_load_counts_what_it_held_before_and_all_it_is_given_now() -> None:
+    scheduler = live_scheduler(5, 100)
+    sizes = {0: 2, 1: 2, 2: 1, 3: 2, 4: 2}
+    for group, num_samples in sizes.items():
+        assert group == scheduler.enqueue(prompt_id=0, prompt_tokens=100, num_samples=num_samples)
+    scheduler.suspend(1)
+    assert [a.group for a in scheduler.dispatch()] == [0, 1, 2], "five samples, and no more"
+    scheduler.admit(1, 0)
+    assert [(a.worker, a.group) for a in scheduler.dispatch()] == [(1, 3), (1, 4)]
+    for worker in scheduler.workers.values():
+        assert scheduler.outstanding_samples(worker) == sum(sizes[group] for group in worker.groups)
+    scheduler.sample_done(2, 0, num_tokens=10)
+    late = scheduler.enqueue(prompt_id=0, prompt_tokens=100, num_samples=1)
+    assert [(a.worker, a.group) for a in scheduler.dispatch()] == [(0, late)], "the tie goes to the first"
+
+
 def test_a_failed_workers_unfinished_samples_go_elsewhere_first() -> None:
     scheduler = live_scheduler(8, 8)
     held, other = (scheduler.enqueue(prompt_id=0, prompt_tokens=1, num_samples=4) for _ in range(2))
@@ -94,6 +119,18 @@ def test_a_failed_workers_unfinished_samples_go_elsewhere_first() -> None:
     scheduler.mark_dead(0)
     assert scheduler.workers[0].state is State.DEAD
     assert other in scheduler.workers[1].groups
+
+
+def test_groups_come_back_in_their_order_and_the_most_suspect_is_named() -> None:
+    scheduler = live_scheduler(8, 8)
+    scheduler.suspend(1)
+    first, second, third = (scheduler.enqueue(prompt_id=0, prompt_tokens=1, num_samples=2) for _ in range(3))
+    scheduler.dispatch()
+    waiting = scheduler.enqueue(prompt_id=0, prompt_tokens=1, num_samples=2)
+    scheduler.groups[second].losses = 1
+    assert scheduler.fail(0) is scheduler.groups[second]
+    assert [scheduler.groups[group].losses for group in (first, second, third)] == [1, 2, 1]
+    assert list(scheduler.queue) == [first, second, third, waiting]
 
 
 def test_a_late_sample_may_end_a_group_that_is_queued_again() -> None:
@@ -114,6 +151,7 @@ def test_a_group_that_outlives_its_workers_is_suspect() -> None:
         (holder,) = group.holders
         assert scheduler.fail(holder) is group and group.losses == losses
         join(scheduler)
+    assert (group.prompt_id, group.num_samples) == (7, 2), "for the report"
     assert scheduler.fail(join(scheduler)) is None, "it held nothing"
     scheduler.dispatch()
     scheduler.sample_done(group.id, 0, num_tokens=3)
@@ -131,6 +169,7 @@ def test_a_node_that_takes_its_workers_along_makes_nobody_suspect() -> None:
 
 
 def test_no_worker_serves_an_old_version() -> None:
+    assert Scheduler(expected_completion_tokens=10).version == -1, "nothing is published yet"
     scheduler = live_scheduler(8)
     with pytest.raises(AssertionError, match="old weight version"):
         scheduler.advance(1)
@@ -164,15 +203,41 @@ def test_draining_finishes_what_it_holds_and_takes_nothing() -> None:
     assert scheduler.forget_dead() == [0]
 
 
+def test_a_worker_without_work_or_without_weights_leaves_at_once() -> None:
+    scheduler = live_scheduler(8, 8)
+    group = scheduler.enqueue(prompt_id=0, prompt_tokens=1, num_samples=1)
+    scheduler.dispatch()
+    scheduler.suspend(0)
+    for worker in (0, 1):
+        scheduler.drain(worker)
+        assert scheduler.workers[worker].state is State.DEAD
+    assert list(scheduler.queue) == [group], "another takes what it held"
+    assert scheduler.forget_dead() == [0, 1] and not scheduler.workers
+
+
+def test_active_are_those_of_a_kind_that_serve_or_will() -> None:
+    scheduler = live_scheduler(8, 8, 8, 8)
+    scheduler.enqueue(prompt_id=0, prompt_tokens=1, num_samples=1)
+    scheduler.dispatch()
+    scheduler.drain(0)
+    scheduler.suspend(1)
+    scheduler.fail(2)
+    scheduler.spawn("big", 8)
+    scheduler.spawn("default", 8)
+    assert [worker.id for worker in scheduler.active("default")] == [1, 3, 5]
+    assert [worker.id for worker in scheduler.active("big")] == [4]
+    assert [worker.id for worker in scheduler.serving()] == [0, 3]
+
+
 def test_an_idle_worker_takes_over_from_a_much_slower_one_only() -> None:
     scheduler = live_scheduler(8, 8)
     scheduler.measured(0, 100.0)
-    scheduler.measured(1, 30.0)
+    scheduler.measured(1, 25.0)
     fast = scheduler.enqueue(prompt_id=0, prompt_tokens=1, num_samples=2)
     scheduler.workers[1].groups.add(fast)
     scheduler.groups[fast].holders.add(1)
     scheduler.queue.clear()
-    assert scheduler.take_over() == [], "30 is not much slower than 100"
+    assert scheduler.take_over() == [], "a quarter is not yet much slower"
     for _ in range(20):
         scheduler.measured(1, 5.0)
     assert scheduler.take_over() == [Assignment(0, fast, (0, 1))]

@@ -5,9 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 from transformers import LlamaConfig
 
+from rlhf.errors import ConfigError
 from rlhf.planning.shapes import ModelShape, read_shape
 
 CONFIG: dict[str, Any] = {
@@ -69,6 +71,10 @@ def test_of_a_configuration() -> None:
     assert ModelShape.of(CONFIG) == SHAPE
     sparse = {key: value for key, value in CONFIG.items() if key not in ("num_key_value_heads", "head_dim")}
     assert ModelShape.of(sparse) == dataclasses.replace(SHAPE, num_kv_heads=4, head_size=4)
+    uneven = ModelShape.of(sparse | {"hidden_size": 18})
+    assert uneven is not None and uneven.head_size == 4
+    untied = {key: value for key, value in CONFIG.items() if key != "tie_word_embeddings"}
+    assert ModelShape.of(untied) == dataclasses.replace(SHAPE, tied=False)
     assert ModelShape.of(LlamaConfig(**CONFIG).to_dict()) == SHAPE
 
 
@@ -83,6 +89,23 @@ def test_a_shape_is_read_from_disk(tmp_path: Path) -> None:
     assert read_shape(str(tmp_path)) == SHAPE
     (tmp_path / "config.json").write_text(json.dumps({"text_config": CONFIG}))
     assert read_shape(str(tmp_path)) == SHAPE
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_a_configuration_that_is_no_json_object_is_an_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"^model\.path=.*: its config\.json is not a JSON object"):
+        read_shape(str(tmp_path))
+
+
+def test_a_hub_model_has_one_if_it_is_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached = tmp_path / "cached.json"
+    cached.write_text(json.dumps(CONFIG))
+    known = {("org/model", "config.json"): str(cached), ("org/absent", "config.json"): object()}  # known not to exist
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *args: known.get(args))
+    assert read_shape("org/model") == SHAPE
+    assert read_shape("org/absent") is None
+    assert read_shape("org/unknown") is None
 
 
 def test_a_model_that_is_not_at_hand_has_none() -> None:

@@ -1,8 +1,8 @@
 """The stream of groups: exact batches, bounded staleness, dynamic sampling, nothing lost or used twice."""
 
 import math
-from collections.abc import Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -68,6 +68,7 @@ class Pool:
     groups: dict[int, list[Rollout]] = field(default_factory=dict)
     submitted: int = 0
     compared: list[tuple[int, list[int]]] = field(default_factory=list)  # of each call: prompts, and who is compared
+    sampling: list[tuple[int, bool]] = field(default_factory=list)  # of each call: group size, and whether greedy
 
     def submit(
         self,
@@ -80,6 +81,7 @@ class Pool:
         ids = range(self.submitted, self.submitted + len(prompts))
         self.submitted += len(prompts)
         self.compared.append((len(prompts), list(with_logprobs)))
+        self.sampling.append((group_size, greedy))
         versions = np.full(1, self.version, np.int32)
         for i, prompt in zip(ids, prompts, strict=True):
             self.groups[i] = [Rollout(prompt, k, [5], versions, "stop") for k in range(group_size)]
@@ -124,7 +126,7 @@ def test_on_policy_takes_exactly_its_prompts_in_their_order() -> None:
         assert [(r.prompt.id, r.sample_index) for r in batch.rollouts] == expected
         assert batch.packed.versions.unique().tolist() == [step]
         assert prompts.taken == 4 * step + 4
-        assert len(batch.scores.given["right"]) == 8
+        assert len(batch.scores.given["right"]) == 8 and batch.ref_logprobs is None
 
 
 def test_every_group_has_its_own_scores_and_reference_however_many_finish_together() -> None:
@@ -250,11 +252,28 @@ def test_equal_groups_are_replaced_exactly() -> None:
     assert 10 <= prompts.taken < 4 + 10 * 4
 
 
+def test_the_wait_for_a_groups_rewards_is_a_phase_of_its_own() -> None:
+    phases: list[str] = []
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        phases.append(name)
+        yield
+        phases.append("")
+
+    waits: Any = SimpleNamespace(
+        score_groups=lambda groups: Done(EveryThird().score_groups(groups).value, lambda: phases.append("waited"))
+    )
+    fakes: tuple[Any, Any] = Counting(), Pool(Random(0))
+    GroupStream(*fakes, waits, None, config(1, tries=1), phase).next_batch(0)
+    assert phases[:3] == ["reward", "waited", ""]
+
+
 def test_groups_are_judged_by_the_rewards_that_the_loss_sees() -> None:
-    clipped = replace(config(4, tries=1).algorithm, reward_clip=0.5)
-    stream, prompts, _ = make(replace(config(4, tries=1), algorithm=clipped), reward=EveryThird(good=3.0, bad=0.7))
+    clipped = replace(config(4, tries=10).algorithm, reward_clip=0.5)
+    stream, prompts, _ = make(replace(config(4, tries=10), algorithm=clipped), reward=EveryThird(good=3.0, bad=0.7))
     stream.next_batch(0)
-    assert prompts.taken == 8, "3.0 and 0.7 are both clipped to 0.5: every group is equal"
+    assert prompts.taken == 4 + 40, "3.0 and 0.7 are both clipped to 0.5: every group is equal, and none is left to try"
 
 
 def test_groups_with_fewer_than_two_rewards_are_replaced() -> None:
@@ -282,5 +301,6 @@ def test_a_mixed_up_group_is_a_bug() -> None:
 
 
 def test_greedy_samples_come_in_prompt_order() -> None:
-    prompts = Counting().take(5)
-    assert [r.prompt.id for r in sample_once(prompts, Pool(Random(1)))] == [0, 1, 2, 3, 4]  # type: ignore[arg-type]
+    prompts, pool = Counting().take(5), Pool(Random(1))
+    assert [r.prompt.id for r in sample_once(prompts, pool)] == [0, 1, 2, 3, 4]  # type: ignore[arg-type]
+    assert pool.sampling == [(1, True)], "one completion each, in one call"

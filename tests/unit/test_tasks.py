@@ -16,6 +16,33 @@ def test_the_same_seed_gives_the_same_rows_and_another_seed_others(name: str) ->
     assert rows != task_rows(name, {"num_rows": 50}, split="train", seed=2)
 
 
+def user(content: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": content}]
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "row"),
+    [
+        ("arithmetic", "train", {"prompt": user("What is 6 - 13? Answer with a number."), "answer": "-7"}),
+        ("arithmetic", "eval", {"prompt": user("What is 20 - 18? Answer with a number."), "answer": "2"}),
+        ("phrases", "train", {"prompt": "engine cloud stone silver"}),
+        (
+            "sort_words",
+            "train",
+            {
+                "prompt": user(
+                    "Sort these words alphabetically: desert, violin, eagle, basket. Answer with the words only, comma "
+                    "separated."
+                ),
+                "answer": "basket, desert, eagle, violin",
+            },
+        ),
+    ],
+)
+def test_rows_stay_as_they_are_so_that_runs_can_be_resumed_and_compared(name: str, split: Any, row: Any) -> None:
+    assert task_rows(name, {}, split=split, seed=1)[0] == row
+
+
 @pytest.mark.parametrize("name", sorted(TASKS))
 def test_splits_share_no_prompt_even_under_different_seeds(name: str) -> None:
     train = {str(row["prompt"]) for row in task_rows(name, {}, split="train", seed=1)}
@@ -58,6 +85,19 @@ def test_phrases_are_plain_prompts_of_the_asked_length() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("arithmetic", {"max_operand": 1, "num_rows": 1, "operations": ("*",)}),
+        ("phrases", {"num_words": 1}),
+        ("sort_words", {"num_words": 2}),
+        ("sort_words", {"num_words": 51}),
+    ],
+)
+def test_arguments_may_take_their_extreme_values(name: str, args: dict[str, Any]) -> None:
+    assert len(task_rows(name, args, split="train", seed=0, max_rows=1)) == 1
+
+
+@pytest.mark.parametrize(
     ("name", "args", "message"),
     [
         ("chess", {}, "task:chess does not exist; the tasks are arithmetic, phrases, sort_words"),
@@ -79,6 +119,7 @@ def test_phrases_are_plain_prompts_of_the_asked_length() -> None:
         ("arithmetic", {"operations": 3}, "data.task_args.operations=3 must be a list"),
         ("arithmetic", {"operations": [["+"]]}, "data.task_args.operations=[['+']] must be a list"),
         ("phrases", {"num_words": 0}, "data.task_args.num_words=0"),
+        ("sort_words", {"num_words": 1}, "data.task_args.num_words=1 must be an integer from 2 to 51"),
         ("sort_words", {"num_words": 99}, "data.task_args.num_words=99 must be an integer from 2 to"),
     ],
 )

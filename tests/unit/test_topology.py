@@ -37,6 +37,7 @@ def test_what_is_asked_for(overrides: list[str], cpus: int, gpus: int, num_group
     assert topology.totals() == {"CPU": cpus, "GPU": gpus}
     assert len(topology.groups) == num_groups
     on_cpu = plan_topology(config(*overrides), "cpu")
+    assert (topology.device, on_cpu.device) == ("gpu", "cpu")
     assert on_cpu.totals() == {"CPU": cpus}, "on CPU the same keys place the same CPU bundles and nothing else"
 
 
@@ -122,6 +123,7 @@ def test_a_reward_models_training_has_its_learner_alone() -> None:
     schema = RewardTrainingConfig
     settings = ["model.path=x", "learner.num_ranks=2", "learner.cpus_per_rank=3"]
     topology = plan_topology(load_config(ROOT / "conf" / "reward_tiny.yaml", settings, schema), "gpu")
+    assert topology.device == "gpu"
     assert topology.groups == (GroupSpec("learner", ({"CPU": 3, "GPU": 1},) * 2, "PACK"),)
     assert topology.slots == {"learner": (Slot("learner", 0, 3, 1), Slot("learner", 1, 3, 1))}
 

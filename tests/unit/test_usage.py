@@ -1,6 +1,7 @@
 """Who takes memory on a GPU in each phase: sums of what each role holds, by hand, and the sizes that each role gets."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,14 @@ def test_a_small_step_does_not_fill_a_reward_models_micro_batch(tmp_path: Path) 
     assert roles["rollout"].kv_cache < 0 < kv_token_bytes(judge, 1)
 
 
+def test_a_model_that_is_not_at_hand_counts_as_large_as_the_policy(tmp_path: Path) -> None:
+    policy = model(tmp_path, "policy")
+    paths = [f"{role}.path={tmp_path / 'elsewhere'}" for role in ("critic", "reference", "reward.model")]
+    roles = predict(ppo(tmp_path, *paths), 8 * GIB, Choices({"learner": PLAIN, "critic": PLAIN})).roles
+    assert roles["critic"].weights == roles["reward_model"].weights == 2 * policy.parameters(lm_head=False)
+    assert roles["reference"].weights == 2 * policy.parameters(lm_head=True)
+
+
 @pytest.mark.parametrize(("budget", "tokens"), [(1000, 1000), (5000, 4 * 2 * 201)])
 def test_a_reward_model_in_training_holds_pairs(tmp_path: Path, budget: int, tokens: int) -> None:
     shape = model(tmp_path, "policy")
@@ -154,3 +163,5 @@ def test_a_reward_model_in_training_holds_pairs(tmp_path: Path, budget: int, tok
     assert learner.weights == 2 * shape.parameters(lm_head=False)
     assert learner.scoring == tokens * kept_by_layer(shape, compiled=False, element_bytes=2)
     assert usage.gpus == {"learner": {"train": learner.peak}}
+    wide = replace(config, model=replace(config.model, dtype="float32"))
+    assert predict(wide, 8 * GIB, Choices({"learner": PLAIN})).roles["learner"].weights == 2 * learner.weights

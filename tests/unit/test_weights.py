@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,12 +85,14 @@ def test_checksum_by_hand() -> None:
 
 
 class Fused(nn.Module):
-    """As vLLM keeps a layer: queries and keys in one parameter, this process's half of the columns of the output."""
+    """As vLLM keeps a layer: queries and keys in one parameter, this process's half of the columns of the output and of
+    some rows of the MLP."""
 
     def __init__(self) -> None:
         super().__init__()
         self.qk = nn.Parameter(torch.zeros(12, 6), requires_grad=False)
         self.out = nn.Parameter(torch.zeros(6, 4), requires_grad=False)
+        self.up = nn.Parameter(torch.zeros(4, 6), requires_grad=False)
         self.embed = nn.Parameter(torch.zeros(16, 6), requires_grad=False)  # two rows of padding
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -97,16 +100,18 @@ class Fused(nn.Module):
             if name == "q":
                 self.qk[:8].data.copy_(tensor)
             elif name == "k":
-                self.qk.data.narrow(0, 8, 4).copy_(tensor)
+                self.qk.data.narrow(0, 8, 4).copy_(tensor, non_blocking=True)
             elif name == "out":
                 self.out.data.copy_(tensor.narrow(1, 4, 4))
-            else:
+            elif name == "up":
+                self.up.data.copy_(tensor[3:7])
+            elif name == "embed":
                 self.embed[:14].data.copy_(tensor)
                 self.embed[14:].data.fill_(0)
 
 
 def checkpoint() -> nn.Module:
-    shapes = {"q": (8, 6), "k": (4, 6), "out": (6, 8), "embed": (14, 6)}
+    shapes = {"q": (8, 6), "k": (4, 6), "out": (6, 8), "up": (8, 6), "embed": (14, 6), "unused": (5, 6)}
     return nn.ParameterDict({name: torch.randn(shape) for name, shape in shapes.items()})  # type: ignore[return-value]
 
 
@@ -124,6 +129,31 @@ def test_a_load_plan_copies_what_the_loader_would(bucket_bytes: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("bucket_bytes", [40, 100, 1 << 20])
+def test_no_copy_is_empty_and_all_together_are_what_the_loader_takes(bucket_bytes: int) -> None:
+    model = Fused()
+    layout = bucket_layout(checkpoint(), bucket_bytes)  # type: ignore[arg-type]
+    plan = LoadPlan(model, model.load_weights, layout)
+    buckets = [(specs, torch.zeros(bucket_size(specs), dtype=torch.uint8)) for specs in layout]
+    copies = [copy for specs, data in buckets for copy in plan.copies(specs, data)]
+    assert all(target.shape == rows.shape and target.numel() for target, rows in copies)
+    assert sum(target.numel() for target, _ in copies) == (8 + 4) * 6 + 6 * 4 + 4 * 6 + 14 * 6
+
+
+def test_planning_shows_the_loader_every_weight_as_it_is_but_without_memory() -> None:
+    source = nn.ParameterDict({"a": torch.randn(3, 2).bfloat16(), "b": torch.randn(4)})
+    shown: list[tuple[str, torch.Size, torch.dtype, bool]] = []
+    model = nn.ParameterDict({name: torch.empty_like(p) for name, p in source.items()})
+
+    def load(weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            shown.append((name, tensor.shape, tensor.dtype, tensor.is_meta))
+            model[name].copy_(tensor)
+
+    LoadPlan(model, load, bucket_layout(source, 1000))  # type: ignore[arg-type]
+    assert shown == [("a", (3, 2), torch.bfloat16, True), ("b", (4,), torch.float32, True)]
+
+
 def test_loaders_that_do_more_than_copy_are_not_planned() -> None:
     layout = bucket_layout(checkpoint(), 100)  # type: ignore[arg-type]
     model = Fused()
@@ -138,6 +168,27 @@ def test_loaders_that_do_more_than_copy_are_not_planned() -> None:
         LoadPlan(model, transforming, layout)
     with pytest.raises(UnplannableError, match="qk: the loader writes 48 elements"):
         LoadPlan(model, forgetful, layout)
+    scaled = nn.ParameterDict({"scale": torch.ones(1)})
+    with pytest.raises(UnplannableError, match="scale: the loader writes 0 elements"):
+        LoadPlan(scaled, lambda weights: None, layout)
+
+    def rounding(weights: Iterable[tuple[str, Tensor]]) -> None:
+        model.load_weights(weights)
+        model.embed.data.fill_(1)
+
+    def repeating(weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            model.load_weights([(name, tensor[:1] if name == "q" else tensor)])
+
+    def inventing(weights: Iterable[tuple[str, Tensor]]) -> None:
+        model.load_weights((name, torch.empty_like(tensor)) for name, tensor in weights)
+
+    with pytest.raises(UnplannableError, match=r"aten\.fill_"):
+        LoadPlan(model, rounding, layout)
+    with pytest.raises(UnplannableError, match="transforms a weight before it copies it"):
+        LoadPlan(model, repeating, layout)
+    with pytest.raises(UnplannableError, match=r"aten\.empty_like|transforms a weight"):
+        LoadPlan(model, inventing, layout)
 
 
 def test_tensors_cut_by_rows_must_be_taken_by_rows() -> None:
@@ -151,6 +202,15 @@ def test_tensors_cut_by_rows_must_be_taken_by_rows() -> None:
     with pytest.raises(UnplannableError, match="w is cut by rows"):
         LoadPlan(model, transposing, bucket_layout(source, 50))  # type: ignore[arg-type]
 
+    def by_element(weights: Iterable[tuple[str, Tensor]]) -> None:
+        for _, tensor in weights:
+            for i in range(4):
+                for j in range(6):
+                    model.weight.data[j, i].copy_(tensor[i, j])
+
+    with pytest.raises(UnplannableError, match="w is cut by rows"):
+        LoadPlan(model, by_element, bucket_layout(source, 50))  # type: ignore[arg-type]
+
 
 def test_only_plain_layers_keep_their_weights() -> None:
     def layer(method: str) -> nn.Module:
@@ -161,6 +221,16 @@ def test_only_plain_layers_keep_their_weights() -> None:
     class MLAAttention(nn.Module):
         def process_weights_after_loading(self) -> None: ...
 
+    class Attention(MLAAttention):
+        def __init__(self, **impl: object) -> None:
+            super().__init__()
+            self.impl = SimpleNamespace(**impl)
+
+    bare = nn.Linear(2, 2)
+    bare.quant_method = None  # type: ignore[assignment]
+    assert keeps_weights_as_loaded(nn.Sequential(bare, Attention(), Attention(sinks=None), bare))
+    assert not keeps_weights_as_loaded(nn.Sequential(Attention(), Attention(sinks=torch.zeros(1))))
+    assert not keeps_weights_as_loaded(nn.Sequential(bare, layer("UnquantizedFusedMoEMethod")))
     assert keeps_weights_as_loaded(nn.Sequential(layer("UnquantizedLinearMethod"), layer("UnquantizedEmbeddingMethod")))
     assert not keeps_weights_as_loaded(nn.Sequential(layer("UnquantizedFusedMoEMethod")))
     assert not keeps_weights_as_loaded(nn.Sequential(layer("UnquantizedLinearMethod"), MLAAttention()))
