@@ -19,6 +19,7 @@ from tests.ray.warm import DEADLINE, WarmRanks
 
 pytestmark = pytest.mark.ray
 
+UNTRAINED = -7.0  # about the log-probability of a token: so every term of a loss has its weight
 Start = Callable[[Config], LearnerGroup]
 Arrange = Callable[[TrainBatch], TrainBatch]
 
@@ -57,8 +58,8 @@ def ragged_batch(seed: int = 0, num_sequences: int = 12) -> TrainBatch:
         truncated=torch.arange(num_sequences) % 4 == 0,
         versions=torch.zeros(num_tokens, dtype=torch.int32),
         advantages=torch.randn(num_tokens, generator=generator),
-        ref_logprobs=-4 + 0.1 * torch.randn(num_tokens, generator=generator),
-        rollout_logprobs=-6 + 0.1 * torch.randn(num_tokens, generator=generator),
+        ref_logprobs=UNTRAINED + 0.3 * torch.randn(num_tokens, generator=generator),
+        rollout_logprobs=UNTRAINED + 0.3 * torch.randn(num_tokens, generator=generator),
     )
 
 
