@@ -482,28 +482,28 @@ def test_the_remedy_for_scoring_names_the_model_that_takes_the_most(scoring: dic
 
 
 @pytest.mark.parametrize(
-    ("gpu", "phase", "learner", "checkpointed", "overrides", "remedy"),
+    ("gpu", "phase", "learner", "layers", "overrides", "remedy"),
     [
-        ("rollout", "generate", {}, True, [], "lower rollout.gpu_memory_fraction"),
-        ("shared", "generate", {}, True, [], "lower rollout.gpu_memory_fraction, or use placement.mode=separate"),
-        ("rollout.extra_kinds.a", "generate", {}, True, [], "lower rollout.extra_kinds.a.gpu_memory_fraction"),
-        ("reference", "score", {}, True, [], "lower reference.micro_batch_tokens"),
-        ("reward_model", "score", {}, True, [], "lower reward.model.micro_batch_tokens"),
+        ("rollout", "generate", {}, 28, [], "lower rollout.gpu_memory_fraction"),
+        ("shared", "generate", {}, 28, [], "lower rollout.gpu_memory_fraction, or use placement.mode=separate"),
+        ("rollout.extra_kinds.a", "generate", {}, 28, [], "lower rollout.extra_kinds.a.gpu_memory_fraction"),
+        ("reference", "score", {}, 28, [], "lower reference.micro_batch_tokens"),
+        ("reward_model", "score", {}, 28, [], "lower reward.model.micro_batch_tokens"),
         # weights, gradients and optimiser state take 6 in all
-        ("learner", "train", {"training": 6.0}, True, [], "lower learner.micro_batch_tokens or LOGITS"),
+        ("learner", "train", {"training": 6.0}, 28, [], "lower learner.micro_batch_tokens or LOGITS"),
         (
             "learner",
             "train",
             {"training": 6.0},
-            False,
+            27,
             [],
-            "set learner.gradient_checkpointing=null, or lower learner.micro_batch_tokens or LOGITS",
+            "set learner.checkpointed_layers=null, or lower learner.micro_batch_tokens or LOGITS",
         ),
         (
             "learner",
             "train",
             {"training": 5.0},
-            True,
+            28,
             [],
             "raise learner.num_ranks (with zero_stage=3), or set learner.offload_optimizer=true",
         ),
@@ -511,7 +511,7 @@ def test_the_remedy_for_scoring_names_the_model_that_takes_the_most(scoring: dic
             "learner",
             "train",
             {"training": 5.0},
-            True,
+            28,
             ["learner.offload_optimizer=true"],
             "raise learner.num_ranks (with zero_stage=3)",
         ),
@@ -519,7 +519,7 @@ def test_the_remedy_for_scoring_names_the_model_that_takes_the_most(scoring: dic
             "shared",
             "train",
             {"training": 6.0},
-            True,
+            28,
             [],
             "lower learner.micro_batch_tokens or LOGITS, or use placement.mode=separate",
         ),
@@ -527,7 +527,7 @@ def test_the_remedy_for_scoring_names_the_model_that_takes_the_most(scoring: dic
             "shared",
             "train",
             {"training": 0.5},
-            True,
+            28,
             [],
             "raise critic.num_ranks (with zero_stage=3), or set critic.offload_optimizer=true, "
             "or use placement.mode=separate",
@@ -535,12 +535,12 @@ def test_the_remedy_for_scoring_names_the_model_that_takes_the_most(scoring: dic
     ],
 )
 def test_the_remedy_names_the_key_of_what_takes_the_most(
-    gpu: str, phase: str, learner: dict[str, float], checkpointed: bool, overrides: list[str], remedy: str
+    gpu: str, phase: str, learner: dict[str, float], layers: int, overrides: list[str], remedy: str
 ) -> None:
     config = load_config(CONF / "grpo_tiny.yaml", ["model.path=x", *overrides])
     states = {"gradients": 2.0, "optimizer": 1.0}
     roles = {"learner": RoleMemory(3.0, **states, **learner), "critic": RoleMemory(3.0, **states, training=1.0)}
-    choices = {role: Checkpointing(checkpointed, needed=0.0, left=0.0) for role in roles}
+    choices = {role: Checkpointing(layers, num_layers=28, needed=0.0, left=0.0) for role in roles}
     plan = MemoryPlan(config, GIB, roles, {gpu: {phase: 2 * GIB, "other": GIB}}, choices)
     with pytest.raises(ConfigError) as caught:
         plan.check()
@@ -556,17 +556,18 @@ def test_what_was_decided_for_a_learner_is_one_line() -> None:
         "critic": RoleMemory(3.0 * GIB, other=0.0, float32_gradients=True),
     }
     choices = {
-        "learner": Checkpointing(on=True, needed=4.0 * GIB, left=-1.0 * GIB),
-        "critic": Checkpointing(on=False, needed=4.0 * GIB, left=5.0 * GIB),
+        "learner": Checkpointing(layers=26, num_layers=28, needed=4.0 * GIB, left=-1.0 * GIB),
+        "critic": Checkpointing(layers=0, num_layers=24, needed=4.0 * GIB, left=5.0 * GIB),
     }
     plan = MemoryPlan(config, 8 * GIB, roles, {}, choices)
     assert plan.describe("learner") == (
-        "learner: 3.2 GiB of 8.0 predicted; gradient checkpointing on: without it a pass needs 4.0 GiB, and 0.0 are "
-        "left; gradients add up in bfloat16; its optimiser state waits in host memory while vLLM generates"
+        "learner: 3.2 GiB of 8.0 predicted; gradient checkpointing in 26 of 28 layers: without it a pass needs "
+        "4.0 GiB, and 0.0 are left; gradients add up in bfloat16; its optimiser state waits in host memory while vLLM "
+        "generates"
     )
     assert plan.describe("critic") == (
-        "critic: 3.0 GiB of 8.0 predicted; gradient checkpointing off: without it a pass needs 4.0 GiB, and 5.0 are "
-        "left; gradients add up in float32"
+        "critic: 3.0 GiB of 8.0 predicted; gradient checkpointing in 0 of 24 layers: without it a pass needs 4.0 GiB, "
+        "and 5.0 are left; gradients add up in float32"
     )
 
 

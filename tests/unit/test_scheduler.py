@@ -100,7 +100,7 @@ def test_a_workers_load_counts_what_it_held_before_and_all_it_is_given_now() -> 
     scheduler.admit(1, 0)
     assert [(a.worker, a.group) for a in scheduler.dispatch()] == [(1, 3), (1, 4)]
     for worker in scheduler.workers.values():
-        assert scheduler.outstanding_samples(worker) == sum(sizes[group] for group in worker.groups)
+        assert worker.samples == sum(sizes[group] for group in worker.groups)
     scheduler.sample_done(2, 0, num_tokens=10)
     late = scheduler.enqueue(prompt_id=0, prompt_tokens=100, num_samples=1)
     assert [(a.worker, a.group) for a in scheduler.dispatch()] == [(0, late)], "the tie goes to the first"
