@@ -1,19 +1,22 @@
 """TRL's GRPO trainer on the work of bench_step: colocated vLLM with sleep mode, one GPU. Needs TRL (1.16 was used).
 
-bench_step starts it; to run it alone: python -m benchmarks.peers.trl_grpo MODEL_DIR --out result.json
+bench_step starts it; to run it alone: python -m benchmarks.peers.trl --out result.json MODEL_DIR [SETTING=VALUE ...]
+Settings are those of its GRPOConfig, e.g. per_device_train_batch_size=32 sequences.
 """
 
 import argparse
 import functools
-import json
 import os
 import socket
+import sys
+import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
+import yaml
+
 from benchmarks.lengths import SCHEDULER
-from rlhf.data.tasks import task_rows
+from benchmarks.peers.work import BETA, GPU_SHARE, LEARNING_RATE, PROMPT_TOKENS, parse_work, prompts_of, write_result
 
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}  # without a launcher
 
@@ -58,43 +61,42 @@ class Clock:
         return StepEnd()
 
 
-def train(args: argparse.Namespace) -> dict[str, Any]:
+def train(args: argparse.Namespace, directory: str) -> dict[str, Any]:
     """Seconds from one step's end to the next, and completion tokens, for every step but the first."""
     import trl
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    num_sequences = args.prompts * args.group
-    config = GRPOConfig(
-        output_dir=str(args.out.parent / "trl"),
-        per_device_train_batch_size=args.micro_batch,
-        gradient_accumulation_steps=num_sequences // args.micro_batch,
-        num_generations=args.group,
-        max_completion_length=args.completion,
-        use_vllm=True,
-        vllm_mode="colocate",
-        vllm_gpu_memory_utilization=0.35,
-        vllm_enable_sleep_mode=True,
-        vllm_max_model_length=256 + args.completion,
-        generation_kwargs={"ignore_eos": True},
-        model_init_kwargs={"dtype": "bfloat16"},
-        bf16=True,
-        gradient_checkpointing=True,
-        max_steps=args.steps,
-        learning_rate=1e-6,
-        beta=0.0,
-        temperature=1.0,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-    )
-    rows = task_rows("phrases", {"num_words": args.prompt_words}, split="train", seed=0)
+    chosen = {name: yaml.safe_load(value) for name, _, value in (setting.partition("=") for setting in args.settings)}
+    micro_batch = chosen.setdefault("per_device_train_batch_size", 16)
+    settings: dict[str, Any] = {
+        "output_dir": directory,
+        "gradient_accumulation_steps": args.prompts * args.group // micro_batch,
+        "num_generations": args.group,
+        "max_completion_length": args.completion,
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": GPU_SHARE,
+        "vllm_enable_sleep_mode": True,
+        "vllm_max_model_length": PROMPT_TOKENS + args.completion,
+        "generation_kwargs": {"ignore_eos": True},
+        "model_init_kwargs": {"dtype": "bfloat16"},
+        "bf16": True,
+        "gradient_checkpointing": True,
+        "max_steps": args.steps,
+        "learning_rate": LEARNING_RATE,
+        "beta": BETA if args.reference else 0.0,
+        "temperature": 1.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+    }
     clock = Clock()
     trainer = GRPOTrainer(
         model=args.model,
         reward_funcs=clock.reward,
-        args=config,
-        train_dataset=Dataset.from_list(rows),
+        args=GRPOConfig(**{**settings, **chosen}),
+        train_dataset=Dataset.from_list([{"prompt": text} for text in prompts_of(args)]),
         callbacks=[clock.callback()],
     )
     trainer.train()
@@ -106,21 +108,14 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--completion", type=int, default=512)
-    parser.add_argument("--prompt-words", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--lengths", choices=("fixed", "ragged"), default="fixed")
-    parser.add_argument("--micro-batch", type=int, default=16)
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    args = parse_work(__doc__)
+    if args.gpus != 1:
+        sys.exit("--gpus: TRL runs here in one process, on one GPU")
     os.environ.update(ONE_RANK, MASTER_PORT=str(free_port()))
     if args.lengths == "ragged":
         impose_ragged_lengths()
-    args.out.write_text(json.dumps(train(args)))
+    with tempfile.TemporaryDirectory(prefix="trl-bench-") as directory:
+        write_result(args, train(args, directory))
 
 
 if __name__ == "__main__":
