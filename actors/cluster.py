@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Self
 
 import ray
@@ -9,7 +10,7 @@ import ray
 from actors.connect import resolve_device
 from actors.control import RunControl
 from actors.environment import actor_env
-from actors.group import ActorGroup, Call, Deadline, RankActor
+from actors.group import ActorGroup, Call, Deadline, Member, RankActor
 from actors.learner import CriticActor, LearnerActor
 from actors.placement import Placement
 from actors.proxies import LearnerGroup, Replicas, RewardGroup
@@ -22,10 +23,13 @@ from actors.scorers import ReferenceActor, RewardActor, RewardModelActor
 from actors.weights.routes import choose_route
 from actors.weights.transports import make_transport
 from rlhf.config import Config
-from rlhf.errors import PlacementError
+from rlhf.errors import DeadlineError, PlacementError, RoleLostError
 from rlhf.planning.topology import Slot, Topology, plan_topology
 from rlhf.rewards import MODEL_NAME, load_reward_functions
 from rlhf.roles import Roles
+
+SCORING = {"reward": "computing rewards", "reward_model": "computing rewards", "reference": "scoring groups"}
+SCORERS = {"reference": ReferenceActor, "reward_model": RewardModelActor, "reward": RewardActor}  # without a state
 
 
 class ActorCluster:
@@ -82,13 +86,15 @@ class ActorCluster:
         self, role: str, actor: type[RankActor], make_args: Callable[[int, int], tuple[Any, ...]]
     ) -> Call[ActorGroup]:
         """Creates a role's actors in their slots, without waiting for their processes."""
-        slots, remote = self.topology.slots[role], ray.remote(actor)
-        handles = []
-        for index, slot in enumerate(slots):
-            options = self._placement.options(slot, self._env(role, slot))
-            placed = remote.options(**options, max_concurrency=actor.concurrent_calls)
-            handles.append(placed.remote(*make_args(index, len(slots))))
+        count = len(self.topology.slots[role])
+        handles = [self._launch(role, index, actor, make_args(index, count)) for index in range(count)]
         return ActorGroup.locate(role, handles, self._deadline)
+
+    def _launch(self, role: str, index: int, actor: type[RankActor], args: tuple[Any, ...]) -> Any:
+        """Creates one actor in its slot."""
+        slot = self.topology.slots[role][index]
+        options = self._placement.options(slot, self._env(role, slot))
+        return ray.remote(actor).options(**options, max_concurrency=actor.concurrent_calls).remote(*args)
 
     def _env(self, role: str, slot: Slot) -> dict[str, str]:
         """Environment of an actor in a slot."""
@@ -145,9 +151,8 @@ class Cluster(ActorCluster):
         """Creates the processes of every role but the pool, without waiting for them."""
         config, roles = self._config, self.topology.slots
         learners = {"learner": LearnerActor, "critic": CriticActor}
-        scorers = {"reference": ReferenceActor, "reward_model": RewardModelActor, "reward": RewardActor}
         created = {r: self._create(r, a, lambda i, n: (config, i, n)) for r, a in learners.items() if r in roles}
-        return created | {r: self._create(r, a, lambda i, n: (config,)) for r, a in scorers.items() if r in roles}
+        return created | {r: self._create(r, a, lambda i, n: (config,)) for r, a in SCORERS.items() if r in roles}
 
     def _start_shared(self, created: Mapping[str, Call[ActorGroup]]) -> None:
         """vLLM sizes its KV cache from free memory, so it starts first and sleeps before the others load."""
@@ -242,17 +247,34 @@ class Cluster(ActorCluster):
 
     def roles(self) -> Roles:
         """What the driver loop talks to."""
-        timeouts = self._config.timeouts
-        groups = self._groups
+        timeouts, groups = self._config.timeouts, self._groups
+        scorers = {
+            role: Replicas(groups[role], timeouts, doing, self._revive)
+            for role, doing in SCORING.items()
+            if role in groups
+        }
+        reference = scorers.pop("reference", None)
         return Roles(
             learner=LearnerGroup(groups["learner"], timeouts),
             rollouts=self._pool,
-            reward=RewardGroup(
-                groups.get("reward"), groups.get("reward_model"), reward_weights(self._config), timeouts
-            ),
-            reference=Replicas(groups["reference"], timeouts, "scoring groups") if "reference" in groups else None,
+            reward=RewardGroup(list(scorers.values()), reward_weights(self._config)),
+            reference=reference,
             critic=LearnerGroup(groups["critic"], timeouts) if "critic" in groups else None,
         )
+
+    def _revive(self, lost: Member, error: RoleLostError) -> None:
+        """Puts another actor in the place of one that scored. Raises ``error`` if it does not come up in time."""
+        self._note(f"{error}; starting another")
+        ray.kill(lost.handle)  # its node may only be out of reach
+        deadline = self._deadline.start()
+        handle = self._launch(lost.role, lost.rank, SCORERS[lost.role], (self._config,))
+        try:
+            alone = ActorGroup([replace(lost, handle=handle, node="?")])
+            (node,) = alone.call("node", deadline=deadline, doing="starting its process").result()
+            alone.call("start", deadline=deadline, doing="starting").result()
+        except DeadlineError as late:
+            raise error from late
+        self._groups[lost.role].members[lost.rank] = replace(lost, handle=handle, node=node)
 
 
 def reward_weights(config: Config) -> dict[str, float]:

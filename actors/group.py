@@ -12,6 +12,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from rlhf.errors import ActorError, DeadlineError, RlhfError, RoleLostError
 
 T = TypeVar("T")
+PEER_S = 5.0  # for Ray to notice a death that others have noticed by a broken connection
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,18 @@ class Call(Generic[T]):
     def _folded(self) -> T:
         self.wait(until_failure=True)
         for error in self.failed.values():
-            raise error
+            raise self._cause_of(error) from None
         if self._pending:
             raise self._late(self._pending.values())
         return self._fold([self.answers[member] for member in self._members])
+
+    def _cause_of(self, error: RlhfError) -> RlhfError:
+        """The death of a member, if there is one, rather than what its peers raised when it broke their connection."""
+        if type(error) is not ActorError or len(self._members) == 1:
+            return error
+        asked = Call([(m, m.handle.node.remote()) for m in self._members], self._doing, Deadline(PEER_S, ""), list)
+        asked.wait(until_failure=True)  # one that hangs does not answer
+        return next(iter(asked.failed.values()), error)
 
     def gather(self) -> tuple[dict[Member, Any], dict[Member, RlhfError]]:
         """Waits for every member; returns the answers, and the errors of those that failed or are late."""

@@ -1,6 +1,8 @@
 """Ray actors for the models under DeepSpeed: policy learner and critic. Each is one rank with one device."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +17,7 @@ from actors.weights.sender import WeightSender
 from rlhf.batch import TrainBatch
 from rlhf.checkpoint import Written
 from rlhf.config import LearnerConfig
+from rlhf.errors import GpuMemoryError, one_line
 from rlhf.models.loading import load_policy, load_scalar
 from rlhf.models.packed import PackedModel
 from rlhf.planning.fit import plan_memory
@@ -135,15 +138,32 @@ class EngineActor(RankActor):
         raise NotImplementedError
 
     def score(self, batch: TrainBatch) -> Part:
-        """This rank's sequences of ``batch``, and the scores of their completion tokens."""
-        return self._learner.score(batch)
+        """This rank's sequences of ``batch``, and the scores of their completion tokens. Raises GpuMemoryError."""
+        with self._naming_what_takes_memory("scoring"):
+            return self._learner.score(batch)
 
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
-        """Learns from ``batch`` in training step ``step``; the metrics are the same on every rank."""
-        self._learner.engine.unpark_optimizer()
-        metrics = self._learner.update(batch, step)
+        """Learns from ``batch`` in training step ``step``; the metrics are the same on every rank.
+
+        Raises GpuMemoryError, on which all ranks must be given up: the others wait for this one.
+        """
+        with self._naming_what_takes_memory("updating"):
+            self._learner.engine.unpark_optimizer()
+            metrics = self._learner.update(batch, step)
         self._rest()
         return metrics
+
+    @contextlib.contextmanager
+    def _naming_what_takes_memory(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            role, budget = self.ROLE, self._decided.micro_batch_tokens
+            raise GpuMemoryError(
+                f"{role}[{self._rank}] on {self.node()}: out of GPU memory while {doing} with "
+                f"{role}.micro_batch_tokens={budget} ({one_line(error)[:200]}); lower that or "
+                f"{role}.logits_chunk_tokens, or raise {role}.checkpointed_layers or {role}.num_ranks"
+            ) from None
 
     def save(self, directory: str) -> None:
         """Begins to write a resumable checkpoint. Collective."""

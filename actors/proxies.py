@@ -7,13 +7,15 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from actors.group import ActorGroup, Call, Deadline
+from actors.group import ActorGroup, Call, Deadline, Member
 from rlhf.batch import Rollout, TrainBatch, merge_scores
 from rlhf.checkpoint import Written
 from rlhf.config import TimeoutConfig
+from rlhf.errors import RoleLostError
 from rlhf.rewards.total import Scores
 
 T = TypeVar("T")
+MAX_LOSSES = 3  # of a role's replicas in a row, none of which had answered
 Given = dict[str, list[float]]
 """One actor's scores for a group of completions: a list for each reward function or model, by name."""
 
@@ -69,12 +71,22 @@ class LearnerGroup:
         self._group.call(method, directory, deadline=deadline, doing=doing).result()
 
 
+Revive = Callable[[Member, RoleLostError], None]
+"""Puts another actor in the place of a group's member that has died; raises if it cannot."""
+
+
+def give_up(lost: Member, error: RoleLostError) -> None:
+    """Nobody takes its place."""
+    raise error
+
+
 class Replicas:
     """Interchangeable actors; a call's items are divided among them. They take turns, because many calls bring a
-    single item."""
+    single item. They have no state: one that dies is replaced, and scores again what it had not answered."""
 
-    def __init__(self, group: ActorGroup, timeouts: TimeoutConfig, doing: str) -> None:
-        self._group, self._doing, self._turn = group, doing, 0
+    def __init__(self, group: ActorGroup, timeouts: TimeoutConfig, doing: str, revive: Revive = give_up) -> None:
+        self._group, self._doing, self._revive = group, doing, revive
+        self._turn = self._losses = 0  # losses: in a row, without an answer from anybody
         self._deadline = Deadline(timeouts.score_s, "timeouts.score_s")
 
     @property
@@ -82,18 +94,54 @@ class Replicas:
         """How many actors there are."""
         return len(self._group.members)
 
-    def score(self, items: Sequence[Any]) -> Call[list[Any]]:
+    def score(self, items: Sequence[Any]) -> "ReplicaCall":
         """One answer per item, in order."""
         shares = divide(items, self.count)
-        members = self._group.rotated(self._turn)
+        call = ReplicaCall(self, [((self._turn + i) % self.count, share) for i, share in enumerate(shares)])
         self._turn += len(shares)
-        return members.call_each(
-            "score",
-            [(share,) for share in shares],
-            deadline=self._deadline,
-            doing=self._doing,
-            fold=lambda answers: list(chain.from_iterable(answers)),
+        return call
+
+    def send(self, rank: int, share: Sequence[Any]) -> tuple[Member, Call[list[Any]]]:
+        """Has the actor at this rank score a share."""
+        member = self._group.members[rank]
+        call = ActorGroup([member]).call_each(
+            "score", [(share,)], deadline=self._deadline, doing=self._doing, fold=lambda answers: answers[0]
         )
+        return member, call
+
+    def answer(self, rank: int, share: Sequence[Any], sent: tuple[Member, Call[list[Any]]]) -> list[Any]:
+        """Waits for a share. Raises RoleLostError if one actor after the other dies without any having answered."""
+        while True:
+            member, call = sent
+            try:
+                answer = call.result()
+            except RoleLostError as error:
+                if self._group.members[rank] is member:
+                    self._losses += 1
+                    if self._losses > MAX_LOSSES:
+                        raise
+                    self._revive(member, error)
+                sent = self.send(rank, share)
+            else:
+                self._losses = 0
+                return answer
+
+
+class ReplicaCall:
+    """Shares that replicas are scoring."""
+
+    def __init__(self, replicas: Replicas, shares: Sequence[tuple[int, Sequence[Any]]]) -> None:
+        """``shares``: (rank, items) of each."""
+        self._replicas = replicas
+        self._sent = [(rank, share, replicas.send(rank, share)) for rank, share in shares]
+
+    def result(self) -> list[Any]:
+        """One answer per item, in order. Waits for all of them."""
+        return self._answer
+
+    @cached_property
+    def _answer(self) -> list[Any]:
+        return list(chain.from_iterable(self._replicas.answer(*sent) for sent in self._sent))
 
 
 def divide(items: Sequence[Any], count: int) -> list[Sequence[Any]]:
@@ -105,16 +153,9 @@ def divide(items: Sequence[Any], count: int) -> list[Sequence[Any]]:
 class RewardGroup:
     """Reward-function workers and reward-model replicas; both see every completion."""
 
-    def __init__(
-        self,
-        functions: ActorGroup | None,
-        models: ActorGroup | None,
-        weights: dict[str, float],
-        timeouts: TimeoutConfig,
-    ) -> None:
+    def __init__(self, scorers: Sequence[Replicas], weights: dict[str, float]) -> None:
         """``weights``: the weight of every reward function and model in the sum, by name."""
-        self._scorers = [Replicas(g, timeouts, "computing rewards") for g in (functions, models) if g is not None]
-        self._weights = weights
+        self._scorers, self._weights = scorers, weights
 
     def score_groups(self, groups: Sequence[Sequence[Rollout]]) -> "JointCall[list[Scores]]":
         """One Scores per group, in order."""
@@ -145,7 +186,7 @@ def concat(parts: Sequence[Given]) -> Given:
 class JointCall(Generic[T]):
     """Several calls about the same completions, submitted at once; their answers are folded into one."""
 
-    def __init__(self, calls: Sequence[Call[list[Given]]], fold: Callable[[list[list[Given]]], T]) -> None:
+    def __init__(self, calls: Sequence[ReplicaCall], fold: Callable[[list[list[Given]]], T]) -> None:
         self._calls, self._fold = calls, fold
 
     def result(self) -> T:

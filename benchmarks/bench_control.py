@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from actors.group import ActorGroup, Member
-from actors.proxies import LearnerGroup, RewardGroup
+from actors.proxies import LearnerGroup, Replicas, RewardGroup
 from actors.rollouts.engine import Completion, Request, group_of
 from actors.rollouts.engine_loop import Report
 from actors.rollouts.factory import Launch
@@ -217,7 +217,8 @@ class Run:
         self._learner_group = LearnerGroup(learner, config.timeouts)
         self._transport = make_transport(learner, "broadcast")
         scorers = [Actor(self.simulation, score=score) for _ in range(config.reward.num_workers)]
-        reward = RewardGroup(group("reward", scorers), None, {"length": 1.0}, config.timeouts)
+        judges = Replicas(group("reward", scorers), config.timeouts, "computing rewards")
+        reward = RewardGroup([judges], {"length": 1.0})
         prompts: Any = Prompts(args.tokens)
         self._stream = GroupStream(prompts, self._pool, reward, None, config, self.meter.part)
         self._algorithm = make_algorithm(config.algorithm)

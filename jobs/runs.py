@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -92,30 +92,6 @@ def _is_done(run_dir: Path, step: int, num_steps: int) -> bool:
     except (OSError, ValueError):
         return False
     return summary.get("status") == "completed" and summary.get("steps") == step
-
-
-def keep_trying(
-    config: AnyConfig,
-    checkpoints: CheckpointStore,
-    new_tracker: Callable[[], Tracker],
-    attempt: Callable[[AnyConfig, Tracker], dict[str, Any]],
-) -> dict[str, Any]:
-    """Makes attempts until one ends without losing an actor, each from the last checkpoint of the one before.
-
-    Every attempt has a tracker of its own. Raises RoleLostError when ``checkpoint.max_restarts`` are used up.
-    """
-    for restarts_left in reversed(range(config.checkpoint.max_restarts + 1)):
-        try:
-            with contextlib.closing(new_tracker()) as tracker:
-                return attempt(config, tracker)
-        except RoleLostError as error:
-            if restarts_left == 0:
-                raise
-            start = "the last checkpoint" if checkpoints.current else "the beginning"
-            print(f"restarting from {start} ({restarts_left} restart(s) left): {error}", flush=True)
-        if checkpoints.current:  # whatever checkpoint.resume said at first
-            config = replace(config, checkpoint=replace(config.checkpoint, resume=str(checkpoints.current)))
-    raise AssertionError("the last attempt returns or raises")
 
 
 @contextlib.contextmanager

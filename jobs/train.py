@@ -10,7 +10,8 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from actors.cluster import Cluster
 from actors.connect import connect
-from jobs.runs import begin, find_start, keep_trying, load_tokenizer, save_final, started, stops_at_step_end, summarise
+from jobs.restarts import keep_trying
+from jobs.runs import begin, find_start, load_tokenizer, save_final, started, stops_at_step_end, summarise
 from jobs.validate import check_families, check_rewards
 from rlhf.algorithms import check_algorithm, make_algorithm
 from rlhf.batch import Prompt
@@ -32,8 +33,8 @@ def train(config: Config) -> dict[str, Any]:
     """Runs training to the end (or to a clean stop) and returns what it wrote to summary.json.
 
     Mistakes in the models, the data, the reward functions or the checkpoint to resume are found before Ray starts, and
-    before anything is written. A run that loses an actor that it cannot replace (any but a rollout worker) shuts all of
-    them down and resumes from its last checkpoint, at most ``checkpoint.max_restarts`` times.
+    before anything is written. A run that loses an actor that it cannot replace shuts all of them down and resumes from
+    its last checkpoint (``jobs.restarts``).
     """
     validate_model(config)
     tokenizer = load_tokenizer(config.model)

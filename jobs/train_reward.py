@@ -8,7 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from actors.connect import connect
 from actors.reward_training import RewardTrainingCluster
-from jobs.runs import begin, find_start, keep_trying, load_tokenizer, save_final, started, stops_at_step_end, summarise
+from jobs.restarts import keep_trying
+from jobs.runs import begin, find_start, load_tokenizer, save_final, started, stops_at_step_end, summarise
 from rlhf.checkpoint import CheckpointStore
 from rlhf.config import require
 from rlhf.data.preferences import Pair, PreferenceSet, load_preferences

@@ -40,6 +40,10 @@ class RoleLostError(ActorError):
     """An actor's process is gone: killed, out of memory, or on a node that left."""
 
 
+class GpuMemoryError(RlhfError, MemoryError):
+    """A learner or critic ran out of GPU memory; the message names role, rank, node and the keys to change."""
+
+
 class DeadlineError(RlhfError, TimeoutError):
     """A wait outlasted its deadline; the message names role, rank, node, what it was doing, and the key to raise."""
 

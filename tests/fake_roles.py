@@ -34,7 +34,7 @@ class Model:
         self._name, self._told, self._first_score, self._metrics = name, told, first_score, metrics
         self.updates = 0
         self.skips: tuple[int, ...] = ()  # steps whose loss is not finite
-        self.before: dict[int, Callable[[], None]] = {}  # what happens as an update of this step is asked for
+        self.before: dict[Any, Callable[[], None]] = {}  # what happens as an update of this step is asked for
         self.slow_to_save = False  # a checkpoint is written only when it is waited for
 
     def _answer(self, value: Any, done: str) -> Done[Any]:

@@ -44,6 +44,7 @@ class Tracker:
         self.num_tokens = 0  # prompt and completion tokens of all steps
         self.phases: dict[str, float] = {}  # wall seconds of each phase, over the whole run
         self._config, self._tokenizer = config, tokenizer
+        self._has_steps = False
         self._step = -1  # of the last record that is kept; -1: none
         self._with_next_step: dict[str, float] = {}
         self._since_step: dict[str, float] = {}  # wall seconds of each phase since the last step's record
@@ -56,6 +57,11 @@ class Tracker:
         if config.wandb_project is not None:
             self._writers.append(WeightsAndBiases(config.wandb_project, self.run_dir))
         self._display = ProgressDisplay(console or Console(), num_steps=num_steps, enabled=config.progress)
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether a step has been recorded here, not only before the checkpoint that was resumed."""
+        return self._has_steps
 
     @property
     def wall_s(self) -> float:
@@ -112,7 +118,7 @@ class Tracker:
         }
         names = {} if bottleneck is None else {"bottleneck": bottleneck.name}
         self._display.step(step, self._record("metrics", step, values, names), bottleneck)
-        self._step = step
+        self._step, self._has_steps = step, True
         self._since_step, self._with_next_step = {}, {}
 
     def log_with_next_step(self, metrics: Mapping[str, float]) -> None:

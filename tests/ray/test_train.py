@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actors.cluster import reward_weights
 from actors.group import ActorGroup, Deadline
-from actors.proxies import RewardGroup
+from actors.proxies import Replicas, RewardGroup
 from actors.scorers import RewardActor
 from benchmarks.common import python_module
 from jobs.train import train
@@ -152,7 +152,7 @@ def test_replicas_divide_groups_and_answers_keep_their_order(ray_session, tiny_c
     config, deadline = tiny_config(), Deadline(60, "timeouts.start_s")
     group = ActorGroup.locate("reward", [ray.remote(RewardActor).remote(config) for _ in range(2)], deadline).result()
     group.call("start", deadline=deadline, doing="starting").result()
-    reward = RewardGroup(group, None, reward_weights(config), config.timeouts)
+    reward = RewardGroup([Replicas(group, config.timeouts, "computing rewards")], reward_weights(config))
     for size in (1, 1, 2, 5):  # whoever's turn it is
         groups = [
             [Rollout(Prompt(i, [5], "x"), 0, [2] * i + [3], np.zeros(i + 1, np.int32), "stop")] for i in range(size)
@@ -187,7 +187,7 @@ def test_calls_wait_for_an_asynchronous_judge_together(ray_session, tiny_config,
     actor = ray.remote(RewardActor).options(max_concurrency=RewardActor.concurrent_calls).remote(config)
     group = ActorGroup.locate("reward", [actor], deadline).result()
     group.call("start", deadline=deadline, doing="starting").result()
-    reward = RewardGroup(group, None, reward_weights(config), config.timeouts)
+    reward = RewardGroup([Replicas(group, config.timeouts, "computing rewards")], reward_weights(config))
     rollouts = [Rollout(Prompt(i, [5], "x"), 0, [3] * i, np.zeros(i, np.int32), "stop") for i in (1, 2, 3)]
     calls = [reward.score_groups([[rollouts[0]], [rollouts[1]]]), reward.score_groups([[rollouts[2]]])]
     assert [[of_group.given for of_group in call.result()] for call in calls] == [
@@ -212,7 +212,7 @@ def test_a_dead_rank_is_named_at_once(ray_session, tiny_config) -> None:
     actor = ray.remote(RewardActor).remote(config)
     group = ActorGroup.locate("reward", [actor], deadline).result()
     group.call("start", deadline=deadline, doing="starting").result()
-    reward = RewardGroup(group, None, reward_weights(config), config.timeouts)
+    reward = RewardGroup([Replicas(group, config.timeouts, "computing rewards")], reward_weights(config))
     member = group.members[0]
     pid = ray.get(member.handle.__ray_call__.remote(lambda actor: os.getpid()), timeout=30)
     os.kill(pid, signal.SIGKILL)

@@ -13,12 +13,23 @@ from typing import Any
 import numpy as np
 import pytest
 
+import jobs.restarts
 import jobs.train
 import jobs.train_reward
 from jobs.cli import main
 from jobs.train_reward import pad_token_id
 from rlhf.data.preferences import Pair
-from rlhf.errors import ClusterError, ConfigError, DataError, RewardError, RoleLostError
+from rlhf.errors import (
+    ClusterError,
+    ConfigError,
+    DataError,
+    DeadlineError,
+    GpuMemoryError,
+    PlacementError,
+    RewardError,
+    RlhfError,
+    RoleLostError,
+)
 from rlhf.roles import Roles
 from tests.fake_roles import Event, Judge, Model, Pool, Reference, lose
 
@@ -33,12 +44,13 @@ class Actors:
 
     device = "cpu"
 
-    def __init__(self, config: Any, before: dict[int, Callable[[], None]], told: list[Event]) -> None:
+    def __init__(self, config: Any, before: dict[Any, Callable[[], None]], told: list[Event]) -> None:
         self._config, self._told = config, told
         self._learner = Model("learner", told, -1.0, {"loss": 1.0})
         self._learner.before = before
 
     def __enter__(self) -> "Actors":
+        self._learner.before.get("start", lambda: None)()
         self._told.append(("starts",))
         return self
 
@@ -62,22 +74,29 @@ class Actors:
 
 
 @pytest.fixture
-def run(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def started() -> list[Any]:
+    """The configuration of each attempt."""
+    return []
+
+
+@pytest.fixture
+def run(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, started: list[Any]) -> Any:
     """Runs a command in four steps; returns its exit code and what the actors were told.
 
-    ``run(command, attempts)``: for each attempt, what happens in the learner before a step.
+    ``run(command, attempts)``: for each attempt, what happens in the learner before a step, and at the "start".
     """
     monkeypatch.setattr(jobs.train.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="here:6379"))
     for module in (jobs.train, jobs.train_reward):
         monkeypatch.setattr(module, "connect", lambda config: contextlib.nullcontext())
 
     def run(
-        command: str, attempts: Sequence[dict[int, Callable[[], None]]], *overrides: str, recipe: str = ""
+        command: str, attempts: Sequence[dict[Any, Callable[[], None]]], *overrides: str, recipe: str = ""
     ) -> tuple[int, list[Event]]:
         told: list[Event] = []
         left = list(attempts)
 
         def start(config: Any, *_: Any, **__: Any) -> Actors:
+            started.append(config)
             return Actors(config, left.pop(0), told)
 
         monkeypatch.setattr(jobs.train, "Cluster", start)
@@ -134,9 +153,17 @@ def test_a_run_leaves_its_models_and_a_summary(
     assert {"start", "update", "evaluate", "checkpoint"} <= summary["phases"].keys()
 
 
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long a run waited before each of its restarts that waited."""
+    waited: list[float] = []
+    monkeypatch.setattr(jobs.restarts, "time", SimpleNamespace(sleep=waited.append))
+    return waited
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_run_that_lost_an_actor_starts_all_again_from_its_last_checkpoint(
-    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+    run: Any, pauses: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     code, told = run(command, [{1: lose}, {3: lose}, {}], "checkpoint.max_restarts=2")
     assert code == 0
@@ -145,21 +172,76 @@ def test_a_run_that_lost_an_actor_starts_all_again_from_its_last_checkpoint(
     assert learnt == [0, 0, 1, 2, 2, 3], "from the beginning, then after step 2"
     assert [event for event in told if event[0] == "learner is loaded"] == [("learner is loaded",)]
     shown = capsys.readouterr().out
-    assert "restarting from the beginning (2 restart(s) left): learner[0] died" in shown
-    assert "restarting from the last checkpoint (1 restart(s) left): learner[0] died" in shown
+    assert "restarting from the beginning (1 restart(s) left): learner[0] died" in shown
+    assert "restarting from the last checkpoint (1 restart(s) left): learner[0] died" in shown, "of two: it got further"
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4], "each step once, in the record that stays"
     assert summary_in(tmp_path)["status"] == "completed"
+    assert pauses == []
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_run_without_restarts_left_fails(
-    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+def test_a_run_that_gets_no_further_waits_longer_and_longer_and_fails(
+    run: Any, pauses: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    code, _ = run(command, [{3: lose}, {3: lose}], "checkpoint.max_restarts=1")
+    code, _ = run(command, [{1: lose}] * 8, "checkpoint.max_restarts=7")
     assert code == 1
     assert capsys.readouterr().err == "error: learner[0] died\n"
     assert not (tmp_path / "run" / "summary.json").exists()
+    assert pauses == [4, 8, 16, 32, 60, 60], "the first restart is at once"
+
+
+def fail_with(error: RlhfError) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+def test_a_deadline_may_be_too_short_for_the_first_step_but_not_for_a_later_one(run: Any) -> None:
+    late = fail_with(DeadlineError("learner[0]: still busy"))
+    assert run("train", [{0: late}])[0] == 1
+    assert run("train", [{3: late}, {}])[0] == 0
+
+
+def test_a_run_waits_for_nodes_only_when_it_has_lost_them(run: Any, started: list[Any], pauses: list[float]) -> None:
+    gone = {"start": fail_with(PlacementError("no room"))}
+    assert run("train", [gone])[0] == 1
+    settings = "timeouts.start_s=500", "placement.timeout_s=20", "checkpoint.max_restarts=3"
+    code, told = run("train", [{3: lose}, gone, gone, {}], *settings)
+    assert code == 0
+    assert [config.placement.timeout_s for config in started] == [120, 20, 500, 500, 500]
+    assert [event[1] for event in told if event[0] == "learner learns"] == [0, 1, 2, 2, 3]
+    assert pauses == [4, 8]
+
+
+def test_a_gpu_that_is_too_small_gets_half_of_the_tokens_at_once(
+    run: Any, started: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = {2: fail_with(GpuMemoryError("critic[0]: out of GPU memory"))}
+    budgets = "learner.micro_batch_tokens=1000", "critic.micro_batch_tokens=600", "rollout.max_completion_tokens=16"
+    code, told = run("train", [full, {}], *budgets, "data.max_prompt_tokens=100")
+    assert code == 0
+    used = [(config.learner.micro_batch_tokens, config.critic.micro_batch_tokens) for config in started]
+    assert used == [(1000, 600), (500, 300)]
+    assert [event[1] for event in told if event[0] == "learner learns"] == [0, 1, 2, 3]
+    assert "from now on learner.micro_batch_tokens=500, critic.micro_batch_tokens=300" in capsys.readouterr().out
+
+
+def test_a_gpu_that_cannot_hold_the_longest_sequence_ends_the_run(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    full = {2: fail_with(GpuMemoryError("critic[0]: out of GPU memory"))}
+    budgets = "critic.micro_batch_tokens=200", "rollout.max_completion_tokens=16", "data.max_prompt_tokens=100"
+    assert run("train", [full], *budgets)[0] == 1
+    assert capsys.readouterr().err == "error: critic[0]: out of GPU memory\n"
+
+
+def test_a_run_keeps_its_device_when_the_cluster_loses_its_gpus(
+    run: Any, started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = iter(["cpu", "gpu"])
+    monkeypatch.setattr(jobs.restarts, "resolve_device", lambda config: next(found))
+    assert run("train", [{1: lose}, {}], "placement.device=auto")[0] == 0
+    assert [config.placement.device for config in started] == ["cpu", "cpu"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from actors.proxies import RewardGroup, divide
 from benchmarks.bench_learner import ragged_batch
 from rlhf.batch import Prompt, Rollout, TrainBatch
-from rlhf.config import TimeoutConfig
 from rlhf.errors import RewardError
 from rlhf.models.loading import load_policy
 from rlhf.models.scorer import FrozenScorer
@@ -41,9 +40,7 @@ class Replicas:
 
 
 def reward_of(*scorers: Replicas) -> RewardGroup:
-    reward = RewardGroup(None, None, {"right": 1.0, "short": 0.5, "model": 2.0}, TimeoutConfig())
-    reward._scorers = list(scorers)  # type: ignore[assignment]
-    return reward
+    return RewardGroup(scorers, {"right": 1.0, "short": 0.5, "model": 2.0})  # type: ignore[arg-type]
 
 
 def test_functions_and_models_join_group_by_group() -> None:
