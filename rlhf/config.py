@@ -486,7 +486,7 @@ class CheckpointConfig(Section, key="checkpoint"):
     keep: PositiveInt = 2
     resume: str = "auto"  # auto: the newest complete one in the run directory; none; or a checkpoint directory
     save_final_model: bool = True
-    max_restarts: NonNegativeInt = 2  # from the last checkpoint, after the learner or another role died
+    max_restarts: NonNegativeInt = 2  # in a row without a new checkpoint, after a role was lost
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ def test_a_learner_without_enough_gpu_memory_names_the_keys_to_change(
     with pytest.raises(GpuMemoryError) as caught:
         {"scoring": actor.score, "updating": actor.update}[doing](*args)
     assert str(caught.value) == (
-        f"learner[1] on 10.0.0.1: out of GPU memory while {doing} with learner.micro_batch_tokens=500 (CUDA out of memory. "
-        "Tried to allocate 2 GiB); lower that or learner.logits_chunk_tokens, or raise learner.checkpointed_layers or "
-        "learner.num_ranks"
+        f"learner[1] on 10.0.0.1: out of GPU memory while {doing} with learner.micro_batch_tokens=500 (CUDA out of "
+        "memory. Tried to allocate 2 GiB); lower that or learner.logits_chunk_tokens, or raise "
+        "learner.checkpointed_layers or learner.num_ranks"
     )

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from jobs.runs import keep_trying, stops_at_step_end
+import jobs.restarts
+from jobs.restarts import keep_trying
+from jobs.runs import stops_at_step_end
 from rlhf.checkpoint import CheckpointStore
 from rlhf.config import Config
 from rlhf.errors import ActorError, RoleLostError
@@ -37,7 +39,12 @@ def test_a_loss_after_a_request_ends_the_run(stop_requested: bool, expected: typ
 
 
 def config(*overrides: str) -> Config:
-    return load_config(CONF / "grpo_tiny.yaml", overrides)
+    return load_config(CONF / "grpo_tiny.yaml", ["placement.device=cpu", *overrides])
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs.restarts, "time", SimpleNamespace(sleep=lambda seconds: None))
 
 
 class FakeTracker(Any):  # as much of a Tracker as keep_trying knows
