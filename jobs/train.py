@@ -23,6 +23,7 @@ from rlhf.driver import Driver
 from rlhf.planning.shapes import ModelShape
 from rlhf.recipes import validate_model
 from rlhf.resume import describe_run
+from rlhf.run_lock import RunLock
 from rlhf.stream import GroupStream
 from rlhf.tracking import Roofline, Tracker
 from rlhf.training.engine import resolve_dtype
@@ -31,16 +32,23 @@ from rlhf.training.engine import resolve_dtype
 def train(config: Config) -> dict[str, Any]:
     """Runs training to the end (or to a clean stop) and returns what it wrote to summary.json.
 
-    Mistakes in the models, the data, the reward functions or the checkpoint to resume are found before Ray starts, and
-    before anything is written. A run that loses an actor that it cannot replace (any but a rollout worker) shuts all of
-    them down and resumes from its last checkpoint, at most ``checkpoint.max_restarts`` times.
+    No other run can use the run directory meanwhile. Mistakes in the models, the data, the reward functions or the
+    checkpoint to resume are found before Ray starts, and before anything is written. A run that loses an actor that it
+    cannot replace (any but a rollout worker) shuts all of them down and resumes from its last checkpoint, at most
+    ``checkpoint.max_restarts`` times.
     """
+    with RunLock(config.run_dir) as lock:
+        return train_holding(lock, config)
+
+
+def train_holding(lock: RunLock, config: Config) -> dict[str, Any]:
+    """The run, in a directory that nobody else uses."""
     validate_model(config)
     tokenizer = load_tokenizer(config.model)
     validate_model(config)  # again: loading a hub model's tokenizer fetches its config.json
     check_families(config)
     check_algorithm(config.algorithm)
-    checkpoints = CheckpointStore(config.run_dir, keep=config.checkpoint.keep)
+    checkpoints = CheckpointStore(config.run_dir, keep=config.checkpoint.keep, lock=lock)
     config, state = find_start(config, checkpoints)
     load = partial(load_prompts, config=config.data, tokenizer=tokenizer, seed=config.seed)
     prompts = load(config.data.train, split="train")

@@ -15,17 +15,24 @@ from rlhf.data.preferences import Pair, PreferenceSet, load_preferences
 from rlhf.resume import describe_run
 from rlhf.reward_config import RewardTrainingConfig
 from rlhf.reward_driver import RewardTraining, count_steps
+from rlhf.run_lock import RunLock
 from rlhf.tracking import Tracker
 
 
 def train_reward(config: RewardTrainingConfig) -> dict[str, Any]:
     """Trains to the end (or to a clean stop) and returns what it wrote to summary.json; the model is in run_dir/model.
 
-    Mistakes in the data or the checkpoint to resume are found before Ray starts. A lost rank is handled as in
-    ``train``.
+    Mistakes in the data or the checkpoint to resume are found before Ray starts. Other runs in the same directory, and
+    a lost rank, are handled as in ``train``.
     """
+    with RunLock(config.run_dir) as lock:
+        return train_holding(lock, config)
+
+
+def train_holding(lock: RunLock, config: RewardTrainingConfig) -> dict[str, Any]:
+    """The run, in a directory that nobody else uses."""
     tokenizer = load_tokenizer(config.model)
-    checkpoints = CheckpointStore(config.run_dir, keep=config.checkpoint.keep)
+    checkpoints = CheckpointStore(config.run_dir, keep=config.checkpoint.keep, lock=lock)
     config, state = find_start(config, checkpoints)
     load = partial(load_preferences, config=config.data, tokenizer=tokenizer, seed=config.seed)
     train = load(config.data.train, split="train")

@@ -482,7 +482,8 @@ class TimeoutConfig(Section, key="timeouts"):
 class CheckpointConfig(Section, key="checkpoint"):
     """How often a resumable checkpoint is written, and how many are kept."""
 
-    every_steps: NonNegativeInt = 0  # 0: only at the end and on Ctrl-C
+    # null: after the first step to end ten minutes after the one before; 0: only at the end, and when stopped
+    every_steps: NonNegativeInt | None = None
     keep: PositiveInt = 2
     resume: str = "auto"  # auto: the newest complete one in the run directory; none; or a checkpoint directory
     save_final_model: bool = True

@@ -91,7 +91,7 @@ def test_resumed_run_repeats_the_uninterrupted_one(whole_run: tuple[Path, dict],
     resumed = train(stopped)
     told = capfd.readouterr().out
     assert f"checkpoints/step-{SAVED:06d} (of {NUM_STEPS}); changed: " in told
-    assert f"checkpoint.every_steps {SAVED} -> 0" in told
+    assert f"checkpoint.every_steps {SAVED} -> null" in told
     with pytest.raises(ConfigError, match=rf"already holds step {NUM_STEPS} of {NUM_STEPS}; raise num_steps"):
         train(stopped)
     expected, actual = lines(whole_dir / "metrics.jsonl"), lines(run_dir / "metrics.jsonl")

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from jobs.train_reward import pad_token_id
 from rlhf.data.preferences import Pair
 from rlhf.errors import ClusterError, ConfigError, DataError, RewardError, RoleLostError
 from rlhf.roles import Roles
+from rlhf.run_lock import RunLock, read_holder
 from tests.fake_roles import Event, Judge, Model, Pool, Reference, lose
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -131,6 +133,7 @@ def test_a_run_leaves_its_models_and_a_summary(
     assert summary["peak_memory_gib"] == {"learner": {"host": 1.5}}
     assert summary["final_model"] == str(tmp_path / "run" / "model")
     assert (tmp_path / "run" / "model" / "tokenizer.json").is_file()
+    assert not (tmp_path / "run" / "run.lock").exists()
     assert {"start", "update", "evaluate", "checkpoint"} <= summary["phases"].keys()
 
 
@@ -138,8 +141,14 @@ def test_a_run_leaves_its_models_and_a_summary(
 def test_a_run_that_lost_an_actor_starts_all_again_from_its_last_checkpoint(
     run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    code, told = run(command, [{1: lose}, {3: lose}, {}], "checkpoint.max_restarts=2")
+    held = []
+
+    def look() -> None:
+        held.append(read_holder(tmp_path / "run"))
+
+    code, told = run(command, [{1: lose}, {0: look, 3: lose}, {2: look}], "checkpoint.max_restarts=2")
     assert code == 0
+    assert held[0] is not None and held == [held[0]] * 2, "the run directory, without a gap"
     assert [event for event in told if event in (("starts",), ("ends",))] == [("starts",), ("ends",)] * 3
     learnt = [event[1] for event in told if event[0] == "learner learns"]
     assert learnt == [0, 0, 1, 2, 2, 3], "from the beginning, then after step 2"
@@ -150,6 +159,18 @@ def test_a_run_that_lost_an_actor_starts_all_again_from_its_last_checkpoint(
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4], "each step once, in the record that stays"
     assert summary_in(tmp_path)["status"] == "completed"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_second_run_in_a_directory_ends_before_it_reads_or_writes_anything(
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    partial = tmp_path / "run" / "checkpoints" / ".partial-000002"
+    with RunLock(tmp_path / "run"):
+        partial.mkdir(parents=True)
+        code, told = run(command, [], "model.path=nowhere")
+        assert code == 2 and not told and partial.is_dir()
+    assert re.fullmatch(r"error: run_dir=.*/run: another run is using it \(.*\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -13,6 +13,7 @@ from rlhf.checkpoint import CheckpointStore
 from rlhf.config import Config
 from rlhf.errors import ActorError, RoleLostError
 from rlhf.recipes import load_config
+from tests.fakes import save
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
@@ -67,16 +68,14 @@ def test_so_many_restarts_and_no_more(tmp_path: Path, max_restarts: int) -> None
 
 
 def test_a_restart_begins_where_the_attempt_before_got_to_whatever_the_first_one_resumed(tmp_path: Path) -> None:
-    with CheckpointStore(tmp_path, keep=9).writing(7, {"step": 7}):
-        pass  # of an earlier run, which this one does not resume
+    save(CheckpointStore(tmp_path, keep=9), 7)  # of an earlier run, which this one does not resume
     store = CheckpointStore(tmp_path, keep=9)
     resumed = []
 
     def attempt(config: Config, tracker: Any) -> dict[str, Any]:
         resumed.append(config.checkpoint.resume)
         if len(resumed) == 2:
-            with store.writing(3, {"step": 3}):
-                pass
+            save(store, 3)
         if len(resumed) < 4:
             raise RoleLostError("learner[0] died")
         return {"status": "completed"}
