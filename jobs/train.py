@@ -10,7 +10,17 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from actors.cluster import Cluster
 from actors.connect import connect
-from jobs.runs import begin, find_start, keep_trying, load_tokenizer, save_final, started, stops_at_step_end, summarise
+from jobs.runs import (
+    begin,
+    ends_on_sigterm,
+    find_start,
+    keep_trying,
+    load_tokenizer,
+    save_final,
+    started,
+    stops_at_step_end,
+    summarise,
+)
 from jobs.validate import check_families, check_rewards
 from rlhf.algorithms import check_algorithm, make_algorithm
 from rlhf.batch import Prompt
@@ -59,7 +69,7 @@ def train_holding(lock: RunLock, config: Config) -> dict[str, Any]:
     new_tracker = partial(Tracker, config.tracking, run_dir, num_steps=config.num_steps, tokenizer=tokenizer)
     held_out = eval_prompts.all() if eval_prompts else []
     once = partial(attempt, tokenizer=tokenizer, prompts=prompts, eval_prompts=held_out, checkpoints=checkpoints)
-    with connect(config):
+    with connect(config), ends_on_sigterm():
         return keep_trying(config, checkpoints, new_tracker, once)
 
 

@@ -8,7 +8,17 @@ from transformers import PreTrainedTokenizerBase
 
 from actors.connect import connect
 from actors.reward_training import RewardTrainingCluster
-from jobs.runs import begin, find_start, keep_trying, load_tokenizer, save_final, started, stops_at_step_end, summarise
+from jobs.runs import (
+    begin,
+    ends_on_sigterm,
+    find_start,
+    keep_trying,
+    load_tokenizer,
+    save_final,
+    started,
+    stops_at_step_end,
+    summarise,
+)
 from rlhf.checkpoint import CheckpointStore
 from rlhf.config import require
 from rlhf.data.preferences import Pair, PreferenceSet, load_preferences
@@ -43,7 +53,7 @@ def train_holding(lock: RunLock, config: RewardTrainingConfig) -> dict[str, Any]
     run_dir = begin(config, checkpoints, state, this_run)
     new_tracker = partial(Tracker, config.tracking, run_dir, num_steps=num_steps, tokenizer=tokenizer)
     once = partial(attempt, tokenizer=tokenizer, train=train, held_out=held_out, checkpoints=checkpoints)
-    with connect(config):
+    with connect(config), ends_on_sigterm():
         return keep_trying(config, checkpoints, new_tracker, once)
 
 

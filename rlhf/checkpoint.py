@@ -204,6 +204,12 @@ class CheckpointStore:
         """Whether this process last wrote ``step``, or resumed from it and took no step since."""
         return self.current == self.path(step)
 
+    def describe_loss(self, step: int) -> str:
+        """What a run that ends after ``step`` without saving loses."""
+        if self.current is None:
+            return f"there is no checkpoint, so {step} finished step(s) are lost"
+        return f"the last checkpoint is {self.current}; {step - _step(self.current)} finished step(s) since are lost"
+
     def _directories(self) -> list[Path]:
         if not self.directory.is_dir():
             return []

@@ -488,6 +488,7 @@ class CheckpointConfig(Section, key="checkpoint"):
     resume: str = "auto"  # auto: the newest complete one in the run directory; none; or a checkpoint directory
     save_final_model: bool = True
     max_restarts: NonNegativeInt = 2  # from the last checkpoint, after the learner or another role died
+    grace_s: Seconds = 300.0  # after SIGTERM: to finish the step and to save; less than the scheduler gives
 
 
 @dataclass(frozen=True)

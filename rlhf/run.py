@@ -36,7 +36,7 @@ class Run(Generic[C]):
     tracker: Tracker
     checkpoints: CheckpointStore
     step: int = 0
-    stop_requested: bool = False
+    stop_requested: int = 0  # the number of the signal that asked for it
     evaluations: dict[int, Metrics] = field(default_factory=dict)  # by the step they followed
     skipped: SkippedSteps = field(init=False)
     _saving: int | None = field(default=None, init=False)  # the step whose checkpoint is being written

@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,8 +107,8 @@ def summary_in(tmp_path: Path) -> dict[str, Any]:
     return json.loads((tmp_path / "run" / "summary.json").read_text())
 
 
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
+def interrupt(number: int = signal.SIGINT) -> None:
+    os.kill(os.getpid(), number)
 
 
 COMMANDS = ["train", "train-reward"]
@@ -165,11 +166,11 @@ def test_a_run_that_lost_an_actor_starts_all_again_from_its_last_checkpoint(
 def test_a_second_run_in_a_directory_ends_before_it_reads_or_writes_anything(
     run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    partial = tmp_path / "run" / "checkpoints" / ".partial-000002"
+    unfinished = tmp_path / "run" / "checkpoints" / ".partial-000002"
     with RunLock(tmp_path / "run"):
-        partial.mkdir(parents=True)
+        unfinished.mkdir(parents=True)
         code, told = run(command, [], "model.path=nowhere")
-        assert code == 2 and not told and partial.is_dir()
+        assert code == 2 and not told and unfinished.is_dir()
     assert re.fullmatch(r"error: run_dir=.*/run: another run is using it \(.*\n", capsys.readouterr().err)
 
 
@@ -183,12 +184,13 @@ def test_a_run_without_restarts_left_fails(
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_run_that_is_interrupted_saves_and_goes_on_with_the_same_command(
-    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, number: int, expected: int
 ) -> None:
-    code, told = run(command, [{2: interrupt}])
-    assert code == 130
+    code, told = run(command, [{2: partial(interrupt, number)}])
+    assert code == expected
     assert "stopped after step 3 of 4; the same command resumes from there" in capsys.readouterr().out
     summary = summary_in(tmp_path)
     assert (summary["status"], summary["steps"], summary["final_model"]) == ("interrupted", 3, None)
@@ -210,6 +212,11 @@ def test_a_second_interrupt_or_a_loss_after_one_ends_the_run_at_once(run: Any, t
         interrupt()
         lose()
 
+    def terminated_while_ending() -> None:
+        interrupt(signal.SIGTERM)
+        lose()
+
+    assert run(command, [{1: terminated_while_ending}])[0] == 143
     assert run(command, [{1: twice}])[0] == 130
     assert run(command, [{1: interrupted_and_lost}])[0] == 130
     assert not (tmp_path / "run" / "checkpoints").exists()
@@ -248,8 +255,10 @@ def test_a_run_may_leave_its_model_unwritten(run: Any, tmp_path: Path) -> None:
     ("outcome", "code", "said"),
     [
         ({"status": "completed"}, 0, ""),
-        ({"status": "interrupted"}, 130, ""),
+        ({"status": "interrupted", "signal": signal.SIGINT}, 130, ""),
+        ({"status": "interrupted", "signal": signal.SIGTERM}, 143, ""),
         (KeyboardInterrupt(), 130, ""),
+        (SystemExit(143), 143, ""),
         (ConfigError("a key"), 2, "error: a key\n"),
         (DataError("a line"), 2, "error: a line\n"),
         (RewardError("it raised"), 1, "error: it raised\n"),
