@@ -208,7 +208,8 @@ class CheckpointStore:
         """What a run that ends after ``step`` without saving loses."""
         if self.current is None:
             return f"there is no checkpoint, so {step} finished step(s) are lost"
-        return f"the last checkpoint is {self.current}; {step - _step(self.current)} finished step(s) since are lost"
+        lost = step - read_state(self.current)["step"]
+        return f"the last checkpoint is {self.current}; {lost} finished step(s) since are lost"
 
     def _directories(self) -> list[Path]:
         if not self.directory.is_dir():
