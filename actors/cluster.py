@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Self
 
 import ray
@@ -27,6 +28,7 @@ from rlhf.errors import DeadlineError, PlacementError, RoleLostError
 from rlhf.planning.topology import Slot, Topology, plan_topology
 from rlhf.rewards import MODEL_NAME, load_reward_functions
 from rlhf.roles import Roles
+from rlhf.run_lock import read_holder
 
 SCORING = {"reward": "computing rewards", "reward_model": "computing rewards", "reference": "scoring groups"}
 SCORERS = {"reference": ReferenceActor, "reward_model": RewardModelActor, "reward": RewardActor}  # without a state
@@ -103,6 +105,20 @@ class ActorCluster:
     def _locate(self, created: Mapping[str, Call[ActorGroup]]) -> None:
         """Waits for the roles' processes."""
         self._groups |= {role: call.result() for role, call in created.items()}
+        self._check_run_dir()
+
+    def _check_run_dir(self) -> None:
+        """Raises ConfigError unless all ranks that write checkpoints share the run directory with this process."""
+        run_dir = Path(self._config.run_dir).resolve()
+        holder = read_holder(run_dir)
+        if holder is None:
+            return  # not a run of ours, but a benchmark's or a test's, which saves nothing or only here
+        groups = [self._groups[role] for role in ("learner", "critic") if role in self._groups]
+        arguments = (str(run_dir), holder.token)
+        doing = "looking for the run directory"
+        calls = [g.call("check_run_dir", *arguments, deadline=self._deadline, doing=doing) for g in groups]
+        for call in calls:
+            call.result()
 
     def _start_roles(self) -> None:
         """Starts all roles in parallel: start-up time is imports and loading."""

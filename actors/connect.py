@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,18 +30,33 @@ def connect(config: Config | RewardTrainingConfig) -> Iterator[None]:
     else:
         device: Device = "gpu" if has_local_gpu() and config.placement.device != "cpu" else "cpu"
         needed = plan_topology(config, device).totals()
-        ray.init(
-            address="local",  # a new one, even if another cluster runs on this machine
-            # logical CPUs: roles take turns on the real ones
-            num_cpus=max(os.cpu_count() or 1, int(needed["CPU"]) + 1 + SPARE_CPUS),
-            include_dashboard=False,
-            object_store_memory=config.ray.object_store_mib << 20,
-            **quiet,
-        )
+        with deaf_to_sigterm():
+            ray.init(
+                address="local",  # a new one, even if another cluster runs on this machine
+                # logical CPUs: roles take turns on the real ones
+                num_cpus=max(os.cpu_count() or 1, int(needed["CPU"]) + 1 + SPARE_CPUS),
+                include_dashboard=False,
+                object_store_memory=config.ray.object_store_mib << 20,
+                **quiet,
+            )
     try:
         yield
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def deaf_to_sigterm() -> Iterator[None]:
+    """Processes started meanwhile, and all that they start, never get SIGTERM, as Ray does it with SIGINT.
+
+    Schedulers send it to every process of a job, and Ray's would end before the run has saved. They still end with the
+    driver.
+    """
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def has_local_gpu() -> bool:

@@ -17,12 +17,13 @@ from actors.weights.sender import WeightSender
 from rlhf.batch import TrainBatch
 from rlhf.checkpoint import Written
 from rlhf.config import LearnerConfig
-from rlhf.errors import GpuMemoryError, one_line
+from rlhf.errors import ConfigError, GpuMemoryError, one_line
 from rlhf.models.loading import load_policy, load_scalar
 from rlhf.models.packed import PackedModel
 from rlhf.planning.fit import plan_memory
 from rlhf.planning.memory import ALL_LAYERS
 from rlhf.planning.memory_plan import MemoryPlan
+from rlhf.run_lock import sees_token
 from rlhf.training.engine import Engine, device_bytes, init_distributed, local_rank_device, resolve_dtype
 from rlhf.training.learner import PackedLearner, Part, PolicyLearner, ValueLearner
 from rlhf.training.weights import Layout
@@ -64,6 +65,15 @@ class EngineActor(RankActor):
             engine.probe(key=self._path_key())
         self._learner = self._wrap(engine)
         self._rest()
+
+    def check_run_dir(self, run_dir: str, token: str) -> None:
+        """Raises ConfigError unless this rank sees the lock that the driver created in the run directory."""
+        if not sees_token(run_dir, token):
+            raise ConfigError(
+                f"run_dir={run_dir}: {self.ROLE}[{self._rank}] on node {self.node()} does not see this run's files "
+                "there, so its part of a checkpoint would be lost; choose a directory that all nodes share, at the "
+                "same path"
+            )
 
     def check_memory(self) -> str | None:
         """One line on what this rank's GPU memory decides; None if nothing can be predicted.

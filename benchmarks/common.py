@@ -29,6 +29,7 @@ PHASES = ("generate", "reward", "reference", "score", "advantage", "update", "pu
 TRAIN_SETTINGS = (  # nothing that only costs time, and no second attempt that would pass for the first
     "tracking.tensorboard=false",
     "tracking.completions_every_steps=0",
+    "checkpoint.every_steps=0",
     "checkpoint.save_final_model=false",
     "checkpoint.max_restarts=0",
 )

@@ -16,7 +16,7 @@ from rlhf.reward_config import RewardTrainingConfig
 
 USER_ERROR = 2  # exit code for what the user can fix in the command, the config or the data
 RUN_ERROR = 1
-INTERRUPTED = 130
+INTERRUPTED = 130  # by Ctrl-C; after SIGTERM it is 143
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 prepare_app = typer.Typer(no_args_is_help=True, help="Make a model directory locally; nothing is downloaded.")
@@ -51,7 +51,7 @@ def warn_of_ignored(settings: Config) -> None:
 def exit_if_interrupted(summary: dict[str, Any]) -> None:
     """Makes the exit code say whether the run completed."""
     if summary["status"] == "interrupted":
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(128 + summary["signal"])
 
 
 @app.command()

@@ -4,8 +4,9 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -18,7 +19,7 @@ from actors.cluster import ActorCluster
 from rlhf.checkpoint import CheckpointStore
 from rlhf.config import Config, ModelConfig
 from rlhf.driver import Driver
-from rlhf.errors import ConfigError, RoleLostError
+from rlhf.errors import ConfigError, DeadlineError, GpuMemoryError, RoleLostError
 from rlhf.recipes import to_yaml
 from rlhf.resume import check_resume, read_run
 from rlhf.reward_config import RewardTrainingConfig
@@ -104,32 +105,76 @@ def started(cluster: Actors, tracker: Tracker) -> Iterator[Actors]:
 
 
 @contextlib.contextmanager
-def stops_at_step_end(loop: Loop) -> Iterator[None]:
-    """First Ctrl-C (or SIGTERM): finish the step, save, stop. Second: stop now.
-
-    After a request to stop there is no restart: losing an actor before the step ends stops the run.
-    """
+def handling(handlers: Mapping[int, Callable[[int, FrameType | None], None]]) -> Iterator[None]:
+    """Signal handlers, if this is the main thread; afterwards those of before."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def request(signum: int, frame: FrameType | None) -> None:
-        if loop.stop_requested:
-            raise KeyboardInterrupt
-        loop.stop_requested = True
-        # Not through the tracker: a signal may land in the middle of its own write.
-        os.write(2, b"\nstopping at the end of this step, with a checkpoint; Ctrl-C again stops at once\n")
-
-    previous = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
-    except RoleLostError as error:
-        if loop.stop_requested:
-            raise KeyboardInterrupt from error
-        raise
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def ends_on_sigterm() -> Iterator[None]:
+    """SIGTERM ends what has nothing to save (starting, exporting) as an error would; further ones are ignored."""
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers send several; the actors must be ended in order
+        os.write(2, b"\nstopped by SIGTERM outside of a step; the same command resumes from the last checkpoint\n")
+        raise SystemExit(128 + signum)
+
+    with handling({signal.SIGTERM: end}):
+        yield
+
+
+@contextlib.contextmanager
+def stops_at_step_end(loop: Loop) -> Iterator[None]:
+    """Ctrl-C: finish the step, save, stop; the second one stops now. SIGTERM: the same within ``checkpoint.grace_s``,
+    however many follow.
+
+    After a request to stop there is no restart: losing an actor before the step ends stops the run. Raises
+    SystemExit, and says what is lost, if the run ends without having saved.
+    """
+    grace_s = loop.config.checkpoint.grace_s
+
+    def request(signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGALRM:
+            raise SystemExit(128 + signal.SIGTERM)
+        if signum == signal.SIGINT and loop.stop_requested:
+            raise SystemExit(128 + signum)
+        if signum == loop.stop_requested:
+            return
+        loop.stop_requested = signum
+        how = "Ctrl-C again stops at once"
+        if signum == signal.SIGTERM:
+            signal.setitimer(signal.ITIMER_REAL, grace_s)
+            how = f"within checkpoint.grace_s={grace_s:g} s"
+        # Not through the tracker: a signal may land in the middle of its own write.
+        os.write(2, f"\nstopping at the end of this step, with a checkpoint; {how}\n".encode())
+
+    try:
+        with handling(dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGALRM), request)):
+            try:
+                yield
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+    except (RoleLostError, DeadlineError, GpuMemoryError, SystemExit) as error:
+        if not loop.stop_requested:
+            raise
+        why = "" if isinstance(error, SystemExit) else f" ({error})"
+        print(
+            f"stopped in step {loop.step + 1}, unsaved{why}: {loop.checkpoints.describe_loss(loop.step)}",
+            file=sys.stderr,
+            flush=True,
+        )
+        raise error if isinstance(error, SystemExit) else SystemExit(128 + loop.stop_requested) from error
+    finally:
+        if loop.stop_requested == signal.SIGTERM:  # and ``ends_on_sigterm`` must not end the rest
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def save_final(loop: Loop, num_steps: int, learner: Trained, tokenizer: PreTrainedTokenizerBase) -> Path | None:
@@ -164,4 +209,4 @@ def summarise(
     print_summary(summary)
     if not finished:
         tracker.note(f"stopped after step {loop.step} of {num_steps}; the same command resumes from there")
-    return summary
+    return summary | {"signal": loop.stop_requested}

@@ -11,7 +11,16 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from actors.cluster import Cluster
 from actors.connect import connect
 from jobs.restarts import keep_trying
-from jobs.runs import begin, find_start, load_tokenizer, save_final, started, stops_at_step_end, summarise
+from jobs.runs import (
+    begin,
+    ends_on_sigterm,
+    find_start,
+    load_tokenizer,
+    save_final,
+    started,
+    stops_at_step_end,
+    summarise,
+)
 from jobs.validate import check_families, check_rewards
 from rlhf.algorithms import check_algorithm, make_algorithm
 from rlhf.batch import Prompt
@@ -24,6 +33,7 @@ from rlhf.driver import Driver
 from rlhf.planning.shapes import ModelShape
 from rlhf.recipes import validate_model
 from rlhf.resume import describe_run
+from rlhf.run_lock import RunLock
 from rlhf.stream import GroupStream
 from rlhf.tracking import Roofline, Tracker
 from rlhf.training.engine import resolve_dtype
@@ -32,16 +42,22 @@ from rlhf.training.engine import resolve_dtype
 def train(config: Config) -> dict[str, Any]:
     """Runs training to the end (or to a clean stop) and returns what it wrote to summary.json.
 
-    Mistakes in the models, the data, the reward functions or the checkpoint to resume are found before Ray starts, and
-    before anything is written. A run that loses an actor that it cannot replace shuts all of them down and resumes from
-    its last checkpoint (``jobs.restarts``).
+    No other run can use the run directory meanwhile. Mistakes in the models, the data, the reward functions or the
+    checkpoint to resume are found before Ray starts, and before anything is written. A run that loses an actor that it
+    cannot replace shuts all of them down and resumes from its last checkpoint (``jobs.restarts``).
     """
+    with RunLock(config.run_dir) as lock:
+        return train_holding(lock, config)
+
+
+def train_holding(lock: RunLock, config: Config) -> dict[str, Any]:
+    """The run, in a directory that nobody else uses."""
     validate_model(config)
     tokenizer = load_tokenizer(config.model)
     validate_model(config)  # again: loading a hub model's tokenizer fetches its config.json
     check_families(config)
     check_algorithm(config.algorithm)
-    checkpoints = CheckpointStore(config.run_dir, keep=config.checkpoint.keep)
+    checkpoints = CheckpointStore(config.run_dir, keep=config.checkpoint.keep, lock=lock)
     config, state = find_start(config, checkpoints)
     load = partial(load_prompts, config=config.data, tokenizer=tokenizer, seed=config.seed)
     prompts = load(config.data.train, split="train")
@@ -52,7 +68,7 @@ def train(config: Config) -> dict[str, Any]:
     new_tracker = partial(Tracker, config.tracking, run_dir, num_steps=config.num_steps, tokenizer=tokenizer)
     held_out = eval_prompts.all() if eval_prompts else []
     once = partial(attempt, tokenizer=tokenizer, prompts=prompts, eval_prompts=held_out, checkpoints=checkpoints)
-    with connect(config):
+    with connect(config), ends_on_sigterm():
         return keep_trying(config, checkpoints, new_tracker, once)
 
 

@@ -9,24 +9,40 @@ from transformers import PreTrainedTokenizerBase
 from actors.connect import connect
 from actors.reward_training import RewardTrainingCluster
 from jobs.restarts import keep_trying
-from jobs.runs import begin, find_start, load_tokenizer, save_final, started, stops_at_step_end, summarise
+from jobs.runs import (
+    begin,
+    ends_on_sigterm,
+    find_start,
+    load_tokenizer,
+    save_final,
+    started,
+    stops_at_step_end,
+    summarise,
+)
 from rlhf.checkpoint import CheckpointStore
 from rlhf.config import require
 from rlhf.data.preferences import Pair, PreferenceSet, load_preferences
 from rlhf.resume import describe_run
 from rlhf.reward_config import RewardTrainingConfig
 from rlhf.reward_driver import RewardTraining, count_steps
+from rlhf.run_lock import RunLock
 from rlhf.tracking import Tracker
 
 
 def train_reward(config: RewardTrainingConfig) -> dict[str, Any]:
     """Trains to the end (or to a clean stop) and returns what it wrote to summary.json; the model is in run_dir/model.
 
-    Mistakes in the data or the checkpoint to resume are found before Ray starts. A lost rank is handled as in
-    ``train``.
+    Mistakes in the data or the checkpoint to resume are found before Ray starts. Other runs in the same directory, and
+    a lost rank, are handled as in ``train``.
     """
+    with RunLock(config.run_dir) as lock:
+        return train_holding(lock, config)
+
+
+def train_holding(lock: RunLock, config: RewardTrainingConfig) -> dict[str, Any]:
+    """The run, in a directory that nobody else uses."""
     tokenizer = load_tokenizer(config.model)
-    checkpoints = CheckpointStore(config.run_dir, keep=config.checkpoint.keep)
+    checkpoints = CheckpointStore(config.run_dir, keep=config.checkpoint.keep, lock=lock)
     config, state = find_start(config, checkpoints)
     load = partial(load_preferences, config=config.data, tokenizer=tokenizer, seed=config.seed)
     train = load(config.data.train, split="train")
@@ -37,7 +53,7 @@ def train_reward(config: RewardTrainingConfig) -> dict[str, Any]:
     run_dir = begin(config, checkpoints, state, this_run)
     new_tracker = partial(Tracker, config.tracking, run_dir, num_steps=num_steps, tokenizer=tokenizer)
     once = partial(attempt, tokenizer=tokenizer, train=train, held_out=held_out, checkpoints=checkpoints)
-    with connect(config):
+    with connect(config), ends_on_sigterm():
         return keep_trying(config, checkpoints, new_tracker, once)
 
 

@@ -482,11 +482,13 @@ class TimeoutConfig(Section, key="timeouts"):
 class CheckpointConfig(Section, key="checkpoint"):
     """How often a resumable checkpoint is written, and how many are kept."""
 
-    every_steps: NonNegativeInt = 0  # 0: only at the end and on Ctrl-C
+    # null: after the first step to end ten minutes after the one before; 0: only at the end, and when stopped
+    every_steps: NonNegativeInt | None = None
     keep: PositiveInt = 2
     resume: str = "auto"  # auto: the newest complete one in the run directory; none; or a checkpoint directory
     save_final_model: bool = True
     max_restarts: NonNegativeInt = 2  # in a row without a new checkpoint, after a role was lost
+    grace_s: Seconds = 300.0  # after SIGTERM: to finish the step and to save; less than the scheduler gives
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """What every training run shares, whatever it trains: steps, evaluations, and checkpoints to resume from."""
 
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -12,6 +13,8 @@ from rlhf.errors import DeadlineError, RlhfError
 from rlhf.reward_config import RewardTrainingConfig
 from rlhf.roles import Metrics, Trained
 from rlhf.tracking import Tracker
+
+SAVE_EVERY_S = 600.0  # if checkpoint.every_steps is null
 
 C = TypeVar("C", bound=Config | RewardTrainingConfig)
 
@@ -33,10 +36,11 @@ class Run(Generic[C]):
     tracker: Tracker
     checkpoints: CheckpointStore
     step: int = 0
-    stop_requested: bool = False
+    stop_requested: int = 0  # the number of the signal that asked for it
     evaluations: dict[int, Metrics] = field(default_factory=dict)  # by the step they followed
     skipped: SkippedSteps = field(init=False)
-    _saving: ExitStack | None = field(default=None, init=False)  # puts the checkpoint that is being written in place
+    _saving: int | None = field(default=None, init=False)  # the step whose checkpoint is being written
+    _saved_s: float = field(default_factory=lambda: time.monotonic(), init=False)  # when the last one began, or the run
 
     def __post_init__(self) -> None:
         self.skipped = SkippedSteps(self.config.checks)
@@ -64,7 +68,8 @@ class Run(Generic[C]):
 
     def save_if_due(self) -> None:
         """After each step: begins a checkpoint if it is time for one, and completes the one that has been written."""
-        if self.is_due(self.config.checkpoint.every_steps):
+        every = self.config.checkpoint.every_steps
+        if time.monotonic() - self._saved_s >= SAVE_EVERY_S if every is None else self.is_due(every):
             self.save()
         self.complete_save(wait=False)
 
@@ -79,11 +84,11 @@ class Run(Generic[C]):
         """Begins a checkpoint of everything as it is now, which is written while training goes on."""
         self.complete_save(wait=True)
         with self.tracker.phase("checkpoint"):
-            saving = ExitStack()
-            directory = saving.enter_context(self.checkpoints.writing(self.step, self.state_dict()))
+            self._saved_s = time.monotonic()
+            directory = self.checkpoints.begin(self.step, self.state_dict())
             for name, model in self.trained().items():
                 model.save(str(directory / name))
-            self._saving = saving
+            self._saving = self.step
 
     def complete_save(self, *, wait: bool) -> None:
         """Puts the checkpoint that is being written in its place, if all models have written it; ``wait``: waits."""
@@ -94,7 +99,7 @@ class Run(Generic[C]):
             written = Written.together([answer.result() for answer in answers])
             if written is None:
                 return
-            self._saving.close()
+            self.checkpoints.complete(self._saving, written.files)
         self._saving = None
         self.tracker.log_with_next_step(
             {"checkpoint/write_s": written.seconds, "checkpoint/bytes": float(written.num_bytes)}

@@ -16,7 +16,7 @@ from rlhf.checks.gate import DIFFERENCE
 from rlhf.checks.nonfinite import skip_report
 from rlhf.errors import RoleLostError
 from rlhf.rewards.total import Scores
-from tests.fakes import Done
+from tests.fakes import Done, sums
 
 Event = tuple[Any, ...]
 
@@ -58,10 +58,11 @@ class Model:
 
     def save(self, directory: str) -> None:
         self._told.append((f"{self._name} is saved",))
-        Path(directory).write_text(str(self.updates))
+        self._saved_to = Path(directory)
+        self._saved_to.write_text(str(self.updates))
 
     def finish_save(self, *, wait: bool) -> Done[Written | None]:
-        return Done(None if self.slow_to_save and not wait else Written(2.0 * len(self._name), 100))
+        return Done(None if self.slow_to_save and not wait else Written(2.0 * len(self._name), sums(self._saved_to)))
 
     def load(self, directory: str) -> None:
         self._told.append((f"{self._name} is loaded",))

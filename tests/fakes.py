@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 from rlhf.batch import Rollout
+from rlhf.checkpoint import CheckpointStore, FileSum
 from rlhf.rewards.total import Scores
 from rlhf.stream import Admitted, Batch, Item, ScoredGroup
 
@@ -35,3 +37,15 @@ def batch_of(
     reference = None if ref_logprobs is None else Item(Done([ref_logprobs]), 0)
     scores = Item(Done([Scores(given, weights)]), 0)
     return Batch([ScoredGroup(Admitted(rollouts[0].prompt, last_step=0), list(rollouts), scores, reference)])
+
+
+def sums(*paths: Path) -> dict[str, FileSum]:
+    """What a role reports of files that it has written."""
+    return {str(path): FileSum.of(path) for path in paths}
+
+
+def save(store: CheckpointStore, step: int, **state: Any) -> None:
+    """A complete checkpoint whose learner has written one file: the step's number."""
+    learner = store.begin(step, {"step": step, **state}) / "learner"
+    learner.write_text(str(step))
+    store.complete(step, sums(learner))

@@ -184,6 +184,7 @@ def describe_exit(exit_code: int) -> str:
 def serve(pipe: int, parent: int) -> None:
     """The child: loads the functions that the first message names, then calls them on request until the pipe closes."""
     end_with_parent(parent)
+    heed_sigterm_in_children()
     os.set_inheritable(pipe, False)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # it will be killed: nothing may remain in a buffer
@@ -201,6 +202,14 @@ def serve(pipe: int, parent: int) -> None:
         except EOFError:
             return
         connection.send(answer(functions[name], arguments, num_rows))
+
+
+def heed_sigterm_in_children() -> None:
+    """A scheduler's SIGTERM does not end this process, which the run needs to finish its step; functions can end with
+    it what they start."""
+    signal.signal(signal.SIGTERM, lambda *_: None)  # a handler of Python's is not inherited by other programs
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # see actors/connect.py
 
 
 def answer(function: RewardFunction, arguments: dict[str, Any], num_rows: int) -> list[float] | str:

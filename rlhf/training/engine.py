@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhf.batch import TrainBatch
-from rlhf.checkpoint import Written
+from rlhf.checkpoint import Written, writes_checkpoint
 from rlhf.config import LearnerConfig, OptimizerConfig, require
-from rlhf.errors import CheckpointError, one_line
+from rlhf.errors import CheckpointError
 from rlhf.models.inputs import PackedInputs, packed_inputs
 from rlhf.models.packed import PackedModel
 from rlhf.models.probe import check_packing
@@ -308,21 +308,18 @@ class Engine:
         from then on a thread writes them (``finish_save``). All ranks call it."""
         self.release_gathered()
         self._saved_to = directory
-        with self._parking.readable():
-            self.engine.save_checkpoint(directory, tag="engine", client_state={"rng": torch.get_rng_state()})
+        with self._parking.readable(), writes_checkpoint(directory):
+            self.engine.save_checkpoint(
+                directory, tag="engine", client_state={"rng": torch.get_rng_state()}, save_latest=False
+            )
 
     def finish_save(self, *, wait: bool) -> Written | None:
         """What this rank has written of the last ``save``; None if it is not done, for which ``wait`` waits.
 
         Raises CheckpointError if it could not be written.
         """
-        try:
+        with writes_checkpoint(self._saved_to):
             return self._writer.finish(wait=wait)
-        except Exception as error:
-            raise CheckpointError(
-                f"{self._saved_to}: a checkpoint could not be written ({type(error).__name__}: {one_line(error)}); the "
-                "one before is whole, and the same command resumes from there"
-            ) from error
 
     def load(self, directory: str) -> None:
         """Reads what ``save`` wrote. Raises CheckpointError if it does not fit.

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from rlhf.checkpoint import put_in_place, sync_file
 from rlhf.models.packed import PackedModel
 from rlhf.training.weights import gather, named_parameters
 
@@ -27,7 +28,7 @@ def export(model: PackedModel, directory: str | Path, *, max_shard_bytes: int = 
     everything is written.
     """
     rank, num_ranks, final = dist.get_rank(), dist.get_world_size(), Path(directory)
-    partial = final.with_name(f".partial-{final.name}")
+    partial, removed = (final.with_name(f".{state}-{final.name}") for state in ("partial", "removed"))
     parameters = dict(named_parameters(model))
     shapes = {
         name: torch.empty(getattr(p, "ds_shape", p.shape), dtype=p.dtype, device="meta")
@@ -53,14 +54,17 @@ def export(model: PackedModel, directory: str | Path, *, max_shard_bytes: int = 
     if rank == 0:
         if split.is_sharded:
             _write_index(partial, [file for file, _ in shards], split.metadata)
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
+        for file in partial.iterdir():  # the other ranks' too: it costs nothing if they have done so
+            sync_file(file)
+        put_in_place(partial, final, removed)
+        shutil.rmtree(removed)
     dist.barrier()
 
 
 def _write_shard(model: PackedModel, path: Path, held: dict[str, Tensor]) -> None:
     """The tensors, with the names and the layout that transformers gives them in files."""
     save_file(revert_weight_conversion(model.lm, held), path, metadata={"format": "pt"})
+    sync_file(path)  # on the node that wrote it
 
 
 def _write_index(directory: Path, files: list[str], metadata: dict[str, int]) -> None:

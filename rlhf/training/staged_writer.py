@@ -10,13 +10,13 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 import torch
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
 from torch import Tensor
 
-from rlhf.checkpoint import Written, sync_directory
+from rlhf.checkpoint import FileSum, Written, sync_file
 from rlhf.training.host_memory import HostBuffers, view_like
 
 
@@ -77,18 +77,33 @@ class StagedWriter(TorchCheckpointEngine):
 
 
 def _write(files: Sequence[StagedFile]) -> Written:
-    began_s, num_bytes = time.perf_counter(), 0
+    began_s, sums = time.perf_counter(), {}
     for staged in files:
         state_dict = _Unpickler(staged).load()
         # by Python's file: given a path, torch.save takes the GIL for every few bytes
         with open(staged.path, "wb") as file:
-            torch.save(state_dict, file)
+            summed = _Summed(file)
+            torch.save(state_dict, cast(BinaryIO, summed))
             file.flush()
             os.fsync(file.fileno())
-            num_bytes += file.tell()
+        sums[staged.path] = summed.sum
     for directory in {Path(staged.path).parent for staged in files}:
-        sync_directory(directory)
-    return Written(time.perf_counter() - began_s, num_bytes)
+        sync_file(directory)
+    return Written(time.perf_counter() - began_s, sums)
+
+
+class _Summed:
+    """A file to write to that sums up what passes: reading it again would take as long as writing it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.sum = file, FileSum(0, 0)
+
+    def write(self, data: Any) -> int:
+        self.sum = self.sum.add(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
 
 
 class _Pickler(pickle.Pickler):

@@ -1,5 +1,6 @@
 """Whole runs on the tiny model: reward rises, what a run leaves behind, stopping, resuming, and dying with a name."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import ray
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -91,7 +93,7 @@ def test_resumed_run_repeats_the_uninterrupted_one(whole_run: tuple[Path, dict],
     resumed = train(stopped)
     told = capfd.readouterr().out
     assert f"checkpoints/step-{SAVED:06d} (of {NUM_STEPS}); changed: " in told
-    assert f"checkpoint.every_steps {SAVED} -> 0" in told
+    assert f"checkpoint.every_steps {SAVED} -> null" in told
     with pytest.raises(ConfigError, match=rf"already holds step {NUM_STEPS} of {NUM_STEPS}; raise num_steps"):
         train(stopped)
     expected, actual = lines(whole_dir / "metrics.jsonl"), lines(run_dir / "metrics.jsonl")
@@ -115,7 +117,10 @@ def test_a_sampler_that_differs_from_the_learner_ends_the_run_before_anything_is
     assert not (Path(config.run_dir) / "checkpoints").exists()
 
 
-def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(tiny_model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_or_a_scheduler_s_sigterm_finishes_the_step_saves_and_says_how_to_go_on(
+    tiny_model_dir: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     command = [
         *python_module("jobs.cli", "train", "-c", "conf/grpo_tiny.yaml", f"model.path={tiny_model_dir}"),
         *(f"run_dir={tmp_path}", "num_steps=100000", "learner.num_ranks=1", "algorithm.beta=0", "placement.device=cpu"),
@@ -136,11 +141,16 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(tiny_model_dir: Pa
         while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 2):
             assert time.monotonic() < ends and process.poll() is None, process.communicate(timeout=30)[0]
             time.sleep(0.2)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole foreground group
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # as a terminal does: to the whole foreground group
+        else:
+            for one in [*psutil.Process(process.pid).children(recursive=True), process]:  # as Slurm does: to all
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.send_signal(number)
         output, _ = process.communicate(timeout=90)
     finally:
         process.kill()
-    assert process.returncode == 130, output
+    assert process.returncode == 128 + number, output
     assert "stopping at the end of this step" in output
     assert "resumes from there" in output
     done = lines(metrics)[-1]["step"]

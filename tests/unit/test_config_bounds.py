@@ -234,7 +234,7 @@ INTERVALS = {
     "(0, 1000000000]": """
         RewardConfig.function_timeout_s PlacementConfig.timeout_s TimeoutConfig.start_s TimeoutConfig.generate_s
         TimeoutConfig.score_s TimeoutConfig.update_s TimeoutConfig.publish_s TimeoutConfig.worker_silence_s
-        TimeoutConfig.checkpoint_s
+        TimeoutConfig.checkpoint_s CheckpointConfig.grace_s
     """,
     "[-1000000, 1000000]": "RewardFunctionConfig.weight RewardModelConfig.weight",
 }

@@ -150,7 +150,7 @@ def test_a_slow_judge_shows_as_reward_and_the_reference_as_reference(
     learner = SimpleNamespace(
         update=lambda batch, step: answer({"loss": 0.5}, 10),
         save=lambda directory: None,
-        finish_save=lambda wait: Done(Written(0.0, 0)),
+        finish_save=lambda wait: Done(Written(0.0, {})),
     )
     pool: Any = SlowPool()
     loop.roles = Roles(learner, pool, reward, reference)  # type: ignore[arg-type]

@@ -3,9 +3,11 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +33,7 @@ from rlhf.errors import (
     RoleLostError,
 )
 from rlhf.roles import Roles
+from rlhf.run_lock import RunLock, read_holder
 from tests.fake_roles import Event, Judge, Model, Pool, Reference, lose
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -123,8 +126,8 @@ def summary_in(tmp_path: Path) -> dict[str, Any]:
     return json.loads((tmp_path / "run" / "summary.json").read_text())
 
 
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
+def interrupt(number: int = signal.SIGINT) -> None:
+    os.kill(os.getpid(), number)
 
 
 COMMANDS = ["train", "train-reward"]
@@ -150,6 +153,7 @@ def test_a_run_leaves_its_models_and_a_summary(
     assert summary["peak_memory_gib"] == {"learner": {"host": 1.5}}
     assert summary["final_model"] == str(tmp_path / "run" / "model")
     assert (tmp_path / "run" / "model" / "tokenizer.json").is_file()
+    assert not (tmp_path / "run" / "run.lock").exists()
     assert {"start", "update", "evaluate", "checkpoint"} <= summary["phases"].keys()
 
 
@@ -165,8 +169,14 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_a_run_that_lost_an_actor_starts_all_again_from_its_last_checkpoint(
     run: Any, pauses: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    code, told = run(command, [{1: lose}, {3: lose}, {}], "checkpoint.max_restarts=2")
+    held = []
+
+    def look() -> None:
+        held.append(read_holder(tmp_path / "run"))
+
+    code, told = run(command, [{1: lose}, {0: look, 3: lose}, {2: look}], "checkpoint.max_restarts=2")
     assert code == 0
+    assert held[0] is not None and held == [held[0]] * 2, "the run directory, without a gap"
     assert [event for event in told if event in (("starts",), ("ends",))] == [("starts",), ("ends",)] * 3
     learnt = [event[1] for event in told if event[0] == "learner learns"]
     assert learnt == [0, 0, 1, 2, 2, 3], "from the beginning, then after step 2"
@@ -178,6 +188,18 @@ def test_a_run_that_lost_an_actor_starts_all_again_from_its_last_checkpoint(
     assert [row["step"] for row in rows] == [1, 2, 3, 4], "each step once, in the record that stays"
     assert summary_in(tmp_path)["status"] == "completed"
     assert pauses == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_second_run_in_a_directory_ends_before_it_reads_or_writes_anything(
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    unfinished = tmp_path / "run" / "checkpoints" / ".partial-000002"
+    with RunLock(tmp_path / "run"):
+        unfinished.mkdir(parents=True)
+        code, told = run(command, [], "model.path=nowhere")
+        assert code == 2 and not told and unfinished.is_dir()
+    assert re.fullmatch(r"error: run_dir=.*/run: another run is using it \(.*\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -244,12 +266,13 @@ def test_a_run_keeps_its_device_when_the_cluster_loses_its_gpus(
     assert [config.placement.device for config in started] == ["cpu", "cpu"]
 
 
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_run_that_is_interrupted_saves_and_goes_on_with_the_same_command(
-    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, number: int, expected: int
 ) -> None:
-    code, told = run(command, [{2: interrupt}])
-    assert code == 130
+    code, told = run(command, [{2: partial(interrupt, number)}])
+    assert code == expected
     assert "stopped after step 3 of 4; the same command resumes from there" in capsys.readouterr().out
     summary = summary_in(tmp_path)
     assert (summary["status"], summary["steps"], summary["final_model"]) == ("interrupted", 3, None)
@@ -271,6 +294,11 @@ def test_a_second_interrupt_or_a_loss_after_one_ends_the_run_at_once(run: Any, t
         interrupt()
         lose()
 
+    def terminated_while_ending() -> None:
+        interrupt(signal.SIGTERM)
+        lose()
+
+    assert run(command, [{1: terminated_while_ending}])[0] == 143
     assert run(command, [{1: twice}])[0] == 130
     assert run(command, [{1: interrupted_and_lost}])[0] == 130
     assert not (tmp_path / "run" / "checkpoints").exists()
@@ -309,8 +337,10 @@ def test_a_run_may_leave_its_model_unwritten(run: Any, tmp_path: Path) -> None:
     ("outcome", "code", "said"),
     [
         ({"status": "completed"}, 0, ""),
-        ({"status": "interrupted"}, 130, ""),
+        ({"status": "interrupted", "signal": signal.SIGINT}, 130, ""),
+        ({"status": "interrupted", "signal": signal.SIGTERM}, 143, ""),
         (KeyboardInterrupt(), 130, ""),
+        (SystemExit(143), 143, ""),
         (ConfigError("a key"), 2, "error: a key\n"),
         (DataError("a line"), 2, "error: a line\n"),
         (RewardError("it raised"), 1, "error: it raised\n"),

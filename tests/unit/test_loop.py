@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from rlhf.roles import Roles
 from rlhf.run import Run
 from rlhf.stream import GroupStream
 from rlhf.tracking import Tracker
+from tests.clock import Clock
 from tests.fake_roles import Event, Judge, Model, Pool, Reference, lose
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -223,6 +225,23 @@ def test_checkpoints_and_evaluations_come_when_they_are_due_and_at_the_end(
     assert len([event for event in told if event[0].endswith("is saved")]) == len(saved) * len(loop.trained())
 
 
+@pytest.mark.parametrize(("every", "saved"), [("null", [3, 5, 6]), ("0", [6]), ("4", [4, 6])])
+@pytest.mark.parametrize("start", [policy_run, reward_run])
+def test_where_nothing_else_is_asked_for_a_checkpoint_comes_every_ten_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Callable[..., Any], every: str, saved: list[int]
+) -> None:
+    """Steps take 250 s, the fourth 400 s: 750 s after the run began, and 650 s after that."""
+    clock = Clock(monkeypatch)
+    steps = ["num_steps=6"] if start is policy_run else []
+    loop, _ = start(tmp_path, *steps, f"checkpoint.every_steps={every}")
+
+    def take(seconds: float) -> None:
+        clock.now_s += seconds
+
+    loop.trained()["learner"].before = {step: partial(take, 400 if step == 3 else 250) for step in range(6)}
+    assert saved_and_evaluated(loop) == (saved, [0, 6])
+
+
 @pytest.mark.parametrize("start", [policy_run, reward_run])
 def test_a_request_to_stop_ends_the_run_after_its_step_with_a_checkpoint(
     tmp_path: Path, start: Callable[..., Any]
@@ -337,7 +356,7 @@ def saved_at(run_dir: Path, step: int) -> dict[str, Any]:
     """What the checkpoint of a step holds of the driver's state, without what depends on the process and on time."""
     state = read_state(run_dir / "checkpoints" / f"step-{step:06d}")
     timed = {"tracker": {k: v for k, v in state["tracker"].items() if k not in OF_THIS_PROCESS}}
-    return {k: v for k, v in state.items() if k != "written_s"} | timed
+    return state | timed
 
 
 @pytest.mark.parametrize("start", [policy_run, reward_run])
@@ -371,7 +390,7 @@ def test_what_writing_a_checkpoint_took_is_in_the_record_of_the_step_after(tmp_p
     loop.run()
     rows = list(map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()))
     names = ("checkpoint/write_s", "checkpoint/bytes")
-    assert [[row.get(name) for name in names] for row in rows] == [[None, None]] * 2 + [[12, 200]] + [[None, None]]
+    assert [[row.get(name) for name in names] for row in rows] == [[None, None]] * 2 + [[12, 2]] + [[None, None]]
 
 
 @pytest.mark.parametrize(
@@ -417,6 +436,7 @@ def test_a_run_that_loses_a_role_that_was_still_writing_goes_back_to_the_checkpo
     loop.tracker.close()
     files = sorted(path.name for path in loop.checkpoints.directory.iterdir())
     assert files == [".partial-000004", "step-000002"]
+    (loop.checkpoints.directory / ".removed" / "step-000001").mkdir(parents=True)
     again, _ = policy_run(tmp_path, *overrides)
     again.resume()
     assert again.step == 2

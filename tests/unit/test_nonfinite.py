@@ -55,7 +55,7 @@ class Learner:
         self._log.append((f"{self._name} is saved", Path(directory).parent.name))
 
     def finish_save(self, *, wait: bool) -> Any:
-        return Done(Written(0.0, 0))
+        return Done(Written(0.0, {}))
 
 
 class Pool:

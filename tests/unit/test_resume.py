@@ -21,6 +21,7 @@ from rlhf.errors import CheckpointError, ConfigError
 from rlhf.recipes import load_config
 from rlhf.resume import RULES, check_resume, describe_run, rule_of
 from rlhf.reward_config import RewardTrainingConfig
+from tests.fakes import save
 
 ROOT = Path(__file__).resolve().parents[2]
 DIRECTORY = ROOT / "runs" / "x" / "checkpoints" / "step-000109"
@@ -269,13 +270,14 @@ def leave_checkpoint(config: Any, step: int) -> dict[Path, bytes]:
     with pytest.MonkeyPatch.context() as patched:
         stores = []
         patched.setattr(
-            jobs.train, "CheckpointStore", lambda *a, **k: stores.append(CheckpointStore(*a, **k)) or stores[0]
+            jobs.train,
+            "CheckpointStore",
+            lambda run_dir, **_: stores.append(CheckpointStore(run_dir, keep=1)) or stores[0],
         )
         patched.setattr(jobs.train_reward, "CheckpointStore", jobs.train.CheckpointStore)
         with pytest.raises(NotImplementedError):
             start(config)
-    with stores[0].writing(step, {"step": step}):
-        pass
+    save(stores[0], step)  # the run that held the directory has ended
     summary = {"status": "completed", "steps": step}
     Path(config.run_dir, "summary.json").write_text(json.dumps(summary))
     return contents(config)
@@ -344,8 +346,7 @@ def test_another_run_is_refused_before_anything_is_written(
 
 def test_a_checkpoint_that_says_nothing_of_its_run_is_refused(build: Any) -> None:
     config = build()
-    with CheckpointStore(config.run_dir, keep=1).writing(3, {"step": 3}):
-        pass
+    save(CheckpointStore(config.run_dir, keep=1), 3)
     with pytest.raises(CheckpointError, match=r"lacks the configuration of its run .*checkpoint\.resume=none"):
         start(config)
 

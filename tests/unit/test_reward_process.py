@@ -1,6 +1,7 @@
 """Sync reward functions in their own process: alarms work there, and what hangs or dies is named and replaced."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -65,6 +66,19 @@ def hangs_with_a_child(completions, answer):
     with open(answer[0], "w") as file:
         file.write(str(child.pid))
     child.wait()
+
+def is_told_to_end(completions):
+    os.kill(os.getpid(), signal.SIGTERM)
+    program = subprocess.Popen(["sleep", "600"])
+    started, tell = os.pipe()
+    fork = os.fork()
+    if fork == 0:
+        os.write(tell, b"!")
+        signal.pause()
+    os.read(started, 1)
+    program.terminate()
+    os.kill(fork, signal.SIGTERM)
+    return [float(program.wait(10)), float(os.waitpid(fork, 0)[1])]
 
 def exits(completions):
     os._exit(3)
@@ -138,6 +152,16 @@ def test_a_forgotten_alarm_does_not_hit_the_next_function(process, functions) ->
 
 def test_functions_may_have_processes_of_their_own(process, functions) -> None:
     assert score(process, functions["has_a_child_of_its_own"]) == [1.0, 2.0]
+
+
+def test_a_scheduler_s_sigterm_does_not_end_it_and_functions_can_end_their_own_processes(functions) -> None:
+    """Although a local cluster's processes, such as the one that starts it, have SIGTERM blocked."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        with closing(FunctionProcess(list(functions.values()), timeout_s=60, start_timeout_s=60)) as process:
+            assert score(process, functions["is_told_to_end"]) == [-signal.SIGTERM, signal.SIGTERM]
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def test_functions_do_not_disturb_each_other_through_their_arguments(process, functions) -> None:

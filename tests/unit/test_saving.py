@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from actors.group import ActorGroup, Member
 from actors.proxies import LearnerGroup
-from rlhf.checkpoint import Written
+from rlhf.checkpoint import FileSum, Written
 from rlhf.config import TimeoutConfig
 from tests.fake_ray import FakeRay
 from tests.families import FAMILIES, make_model, small_config
@@ -25,6 +25,7 @@ PRELUDE = """
 import sys, threading, weakref, torch
 import torch.distributed as dist
 from pathlib import Path
+from rlhf.checkpoint import FileSum
 from rlhf.config import LearnerConfig, OptimizerConfig
 from rlhf.errors import CheckpointError
 from rlhf.models.loading import load_policy
@@ -84,6 +85,7 @@ for stage in map(int, sys.argv[3]):
         total = [None] * RANKS
         dist.all_gather_object(total, written.num_bytes)
         assert sum(total) == sum(path.stat().st_size for path in where.rglob("*states.pt"))
+        assert written.files == {path: FileSum.of(Path(path)) for path in written.files}, "as they are on the disk"
 
         resumed.load(str(where))
         for metrics, expected in after:
@@ -158,11 +160,14 @@ def test_a_second_save_waits_until_the_first_is_written(ranks: WarmRanks, tiny_m
     ranks(1).run(SAVES_TWICE, tiny_model_dir, tmp_path)
 
 
+ONE, OTHER = {"one": FileSum(10, 1)}, {"other": FileSum(5, 2)}
+
+
 @pytest.mark.parametrize(
     ("answers", "expected"),
     [
-        ([Written(1.0, 10), Written(3.0, 5)], Written(3.0, 15)),
-        ([Written(1.0, 10), None], None),
+        ([Written(1.0, ONE), Written(3.0, OTHER)], Written(3.0, ONE | OTHER)),
+        ([Written(1.0, ONE), None], None),
     ],
 )
 def test_a_role_has_written_when_all_its_ranks_have(
@@ -179,9 +184,14 @@ def test_a_role_has_written_when_all_its_ranks_have(
 EXPORT = (
     PRELUDE
     + """
+import os
 import rlhf.training.export as exporting
 
-held, peak = {}, 0
+held, peak, synced, fsync = {}, 0, set(), os.fsync
+
+def noted(descriptor):
+    synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+    fsync(descriptor)
 
 class Whole:
     # a gathered parameter, whose copies on the host are counted
@@ -197,7 +207,7 @@ class Whole:
         peak = max(peak, sum(held.values()))
         return tensor
 
-gather = exporting.gather
+os.fsync, gather = noted, exporting.gather
 exporting.gather = lambda parameter: Whole(gather(parameter))
 try:
     for stage in map(int, sys.argv[3]):
@@ -206,11 +216,15 @@ try:
         torch.save(weights(engine), out / f"{stage}-{RANK}.pt")
         for name, limit in (("one", 1 << 30), ("many", 100_000)):
             peak = 0
+            synced.clear()
             export(engine.model, out / f"{stage}-{name}", max_shard_bytes=limit)
+            files = {path.name for path in (out / f"{stage}-{name}").iterdir()}
+            own = files if RANK == 0 else {file for file in files if f"-{RANK + 1:05d}-of" in file}
+            assert own <= synced, own - synced
             assert not held, "nothing is left of the last shard"
             (out / f"{stage}-{name}-{RANK}.peak").write_text(str(peak))
 finally:
-    exporting.gather = gather
+    os.fsync, exporting.gather = fsync, gather
 """
 )
 
