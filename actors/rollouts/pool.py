@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.control import RunControl
+from actors.control import RunControl, no_room
 from actors.group import Deadline, Member, wait_for_some
 from actors.rollouts.autoscale import Autoscaler, LoadMeter
 from actors.rollouts.engine import Completion, Request, request_key
@@ -68,6 +68,7 @@ class RolloutPool:
         self._supervisor = Supervisor(config, factory, note)
         self._scheduler = self._supervisor.scheduler
         self._control, self._note, self._timeouts = control, note, config.timeouts
+        self._most_workers = factory.num_places
         self._shares_gpus, self._asleep = shares_gpus, False
         self._sleepers: set[int] = set()
         self._transport: Transport | None = None
@@ -119,7 +120,9 @@ class RolloutPool:
         """Changes how many workers of a kind there should be; they come and go in the background."""
         with self._lock:
             targets = self._supervisor.targets
-            if targets[kind] != num_workers:
+            if why := no_room(num_workers, self._most_workers):
+                self._note(f"rollout pool: stays at {targets[kind]} {kind} worker(s), not {num_workers}: {why}")
+            elif targets[kind] != num_workers:
                 self._note(f"rollout pool: {targets[kind]} -> {num_workers} {kind} worker(s): {reason}")
                 targets[kind] = num_workers
 

@@ -1,5 +1,6 @@
 """Starts, listens to, replaces and ends the processes behind the pool's workers. The caller holds the lock."""
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -91,7 +92,7 @@ class Supervisor:
         for kind, target in self.targets.items():
             active = self.scheduler.active(kind)
             if not asleep and time.monotonic() >= self._backoff_until:
-                for _ in range(target - len(active)):
+                for _ in range(min(target - len(active), self._free_places())):
                     self._spawn(kind)
             if len(active) <= target:
                 continue
@@ -146,6 +147,11 @@ class Supervisor:
         member = Member(launch.handle, "rollout", worker.id, "?")
         self._processes[worker.id] = Process(member, launch.started, time.monotonic())
         self._in_flight[launch.started] = worker.id
+
+    def _free_places(self) -> int:
+        """How many workers may be started now: on shared GPUs a draining one keeps its place until it ends."""
+        places = self._factory.num_places
+        return sys.maxsize if places is None else places - len(self._processes)
 
     def _end(self, worker_id: int) -> None:
         self._factory.end(worker_id)

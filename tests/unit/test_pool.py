@@ -36,9 +36,16 @@ class OneBucket:
 class Setting:
     """A pool and what is around it. Its thread hears an answer as soon as a test gives it."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *overrides: str, shares_gpus: bool = False) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *overrides: str,
+        shares_gpus: bool = False,
+        num_places: int | None = None,
+    ) -> None:
         config = load_config(RECIPE, [f"timeouts.generate_s={PATIENCE_S}", *overrides])
         self.factory = FakeFactory(FakeRay(monkeypatch))
+        self.factory.num_places = num_places
         self.notes: list[str] = []
         self.asked: dict[str, int] = {}  # workers by kind, through `rlhf scale`
         control: Any = SimpleNamespace(poll=lambda status, targets: self.asked)
@@ -74,7 +81,7 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeSetting]:
     """``setting('rollout.num_workers=2')``."""
     made: list[Setting] = []
 
-    def make(*overrides: str, **settings: bool) -> Setting:
+    def make(*overrides: str, **settings: Any) -> Setting:
         made.append(Setting(monkeypatch, *overrides, **settings))
         return made[-1]
 
@@ -137,6 +144,20 @@ def test_a_run_that_cannot_go_on_is_told_so_wherever_it_waits(setting: MakeSetti
     for wait in (lambda: pool.next_groups(ids), lambda: pool.publish(2)):
         with pytest.raises(ActorError, match="2 workers in a row failed before they could serve"):
             wait()
+
+
+def test_a_request_for_more_workers_than_there_are_places_changes_nothing(setting: MakeSetting) -> None:
+    given = setting(shares_gpus=True, num_places=2)
+    pool = given.serve()
+    for asked in (3, 2, 3):
+        pool.scale("default", asked, "asked for")
+    until(lambda: len(pool.members()) == 2)
+    assert len(given.actors) == 2
+    assert given.notes[1] == "rollout pool: 1 -> 2 default worker(s): asked for"
+    assert given.notes[2].startswith(
+        "rollout pool: stays at 2 default worker(s), not 3: this run's workers share the learner's GPUs, which have room "
+        "for 2; ask for at most 2"
+    )
 
 
 # Publishes

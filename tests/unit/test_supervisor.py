@@ -2,15 +2,18 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
 from actors.rollouts.engine import Request
+from actors.rollouts.factory import WorkerFactory
 from actors.rollouts.scheduler import State
 from actors.rollouts.supervisor import Accepted, Supervisor
 from rlhf.errors import ActorError, DeadlineError
+from rlhf.planning.topology import plan_topology
 from rlhf.recipes import load_config
 from tests.clock import Clock
 from tests.fake_ray import IN_FLIGHT, FakeActor, FakeFactory, FakeRay, completion
@@ -399,6 +402,30 @@ def test_a_worker_that_is_not_needed_any_more_finishes_what_it_holds(crew: MakeC
     assert len(pool.hear()) == 2
     pool.reconcile()
     assert pool.running() == [0] and not pool.notes
+
+
+@pytest.mark.parametrize(("mode", "places"), [("colocate", 2), ("separate", None)])
+def test_workers_on_shared_gpus_have_the_places_that_were_planned(mode: str, places: int | None) -> None:
+    config = load_config(RECIPE, [f"placement.mode={mode}", "learner.num_ranks=2", "rollout.num_workers=2"])
+    unused: Any = None
+    factory = WorkerFactory(config, plan_topology(config, "cpu"), unused, unused, unused, unused)
+    assert factory.num_places == places
+
+
+def test_a_draining_worker_keeps_its_place_until_it_ends(crew: MakeCrew) -> None:
+    pool = crew("rollout.num_workers=2")
+    pool.factory.num_places = 2
+    pool.come_up()
+    for _ in range(2):
+        pool.give()
+    for target in (1, 2):
+        pool.supervisor.targets["default"] = target
+        pool.reconcile()
+    assert pool.running() == [0, 1] and pool.scheduler.workers[1].state is State.DRAINING
+    pool.actors[1].report(completion("1.0"), completion("1.1"))
+    pool.hear()
+    pool.reconcile()
+    assert pool.running() == [0, 2]
 
 
 def test_nobody_is_started_while_the_pool_sleeps(crew: MakeCrew) -> None:
