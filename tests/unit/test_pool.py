@@ -14,7 +14,7 @@ from actors.group import Deadline, Member
 from actors.rollouts.pool import RolloutPool
 from actors.weights.transports import Transfer
 from rlhf.batch import Prompt
-from rlhf.errors import ActorError, DeadlineError, UnwrittenWeightsError
+from rlhf.errors import DeadlineError, UnwrittenWeightsError
 from rlhf.recipes import load_config
 from tests.fake_ray import CHECKSUM, IN_FLIGHT, PATIENCE_S, FakeActor, FakeFactory, FakeRay, completion
 
@@ -136,13 +136,14 @@ def test_a_driver_that_waits_in_vain_is_told_of_what(setting: MakeSetting) -> No
 
 
 def test_a_run_that_cannot_go_on_is_told_so_wherever_it_waits(setting: MakeSetting) -> None:
-    given = setting("rollout.max_failures=2")
+    given = setting()
     pool = given.serve()
     ids = pool.submit(PROMPTS[:1], group_size=1)
-    given.factory.answers["start"] = ValueError("no such model")
-    pool.scale("default", 3, "asked for")
+    given.actors[0].report(completion("999.0"))
+    given.factory.answers["finish_update"] = UnwrittenWeightsError("model.path=m: lm_head is left unwritten")
+    given.actors[0].end("collect", RuntimeError("out of memory"))
     for wait in (lambda: pool.next_groups(ids), lambda: pool.publish(2)):
-        with pytest.raises(ActorError, match="2 workers in a row failed before they could serve"):
+        with pytest.raises(UnwrittenWeightsError, match="lm_head"):
             wait()
 
 
