@@ -88,10 +88,10 @@ class Supervisor:
                 )
             self._started(worker_id)
 
-    def reconcile(self, *, asleep: bool) -> None:
+    def reconcile(self, *, asleep: bool, may_start: bool) -> None:
         """Ends workers that are done or silent, and starts or drains others until each kind has its target number.
 
-        ``asleep``: no worker is expected to make progress, and the learner holds the memory that a new one would need.
+        ``asleep``: no worker is expected to make progress.
         """
         self.scheduler.forget_dead()
         for worker_id in self.scheduler.emptied():
@@ -101,7 +101,7 @@ class Supervisor:
         order = {State.STARTING: 0, State.SYNCING: 1, State.LIVE: 2}  # those not yet serving go first
         for kind, target in self.targets.items():
             active = self.scheduler.active(kind)
-            if not asleep and time.monotonic() >= self._starts[kind].backoff_until:
+            if may_start and time.monotonic() >= self._starts[kind].backoff_until:
                 for _ in range(min(target - len(active), self._free_places())):
                     self._spawn(kind)
             if len(active) <= target:

@@ -249,18 +249,41 @@ def test_workers_sleep_while_the_learner_works_and_wake_in_two_parts(setting: Ma
     assert given.actors[0].requests() and given.actors[1].requests()
 
 
-def test_a_worker_that_comes_up_while_the_others_sleep_is_put_to_sleep(setting: MakeSetting) -> None:
+def test_the_learner_waits_for_workers_that_load_into_its_memory(setting: MakeSetting) -> None:
     given = setting("rollout.num_workers=2", shares_gpus=True)
     pool = given.serve()
+    for actor in given.actors:
+        actor.report(completion("999.0"))
+    given.factory.answers["start"] = IN_FLIGHT
+    given.actors[1].end("collect", RuntimeError("out of memory"))
+    until(lambda: len(given.actors) == 3)
+    going = threading.Thread(target=pool.sleep)
+    going.start()
+    until(lambda: len(given.notes) == 2)
+    assert given.notes[1] == "rollout pool: the learner waits until 1 new worker(s) have loaded"
+    given.actors[0].end("collect", RuntimeError("out of memory"))
+    until(lambda: 0 in given.factory.ended)
+    assert not given.actors[2].given("sleep")
+    given.actors[2].end("start", "10.0.0.1")
+    going.join()
+    assert given.actors[2].given("sleep") == [()], "and then sleeps like the others"
+    assert len(given.actors) == 3, "nobody else is started now"
+    pool.publish(2)
+    assert given.actors[2].order(*SHARED) == ["sleep", "wake_weights", "begin_update", "commit", "wake_cache"]
+    until(lambda: len(given.actors) == 4)
+
+
+def test_a_worker_that_does_not_come_up_is_not_waited_for(setting: MakeSetting) -> None:
+    given = setting("rollout.num_workers=2", "timeouts.start_s=0.5", shares_gpus=True)
+    pool = given.serve()
+    for actor in given.actors:
+        actor.report(completion("999.0"))
     given.factory.answers["start"] = IN_FLIGHT
     given.actors[1].end("collect", RuntimeError("out of memory"))
     until(lambda: len(given.actors) == 3)
     pool.sleep()
-    given.actors[2].end("start", "10.0.0.1")
-    until(lambda: given.actors[2].given("sleep"))
-    assert len(given.actors[0].given("sleep")) == 1, "the other sleeps already"
-    pool.publish(2)
-    assert given.actors[2].order(*SHARED) == ["sleep", "wake_weights", "begin_update", "commit", "wake_cache"]
+    assert "rollout[2] on ?: silent for 0.5 s (timeouts.start_s)" in given.notes[-1]
+    assert given.actors[0].given("sleep") == [()] and not given.actors[2].given("sleep")
 
 
 def test_a_worker_that_cannot_wake_up_is_replaced(setting: MakeSetting) -> None:

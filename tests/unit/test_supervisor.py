@@ -43,7 +43,7 @@ class Crew:
         return [accepted for ref, worker_id in ended for accepted in self.supervisor.hear(worker_id, ref)]
 
     def reconcile(self, asleep: bool = False) -> None:
-        self.supervisor.reconcile(asleep=asleep)
+        self.supervisor.reconcile(asleep=asleep, may_start=not asleep)
 
     def come_up(self) -> None:
         """Missing workers are started, and those that are up serve."""
