@@ -24,8 +24,8 @@ def no_room(num_workers: int, most: int | None) -> str | None:
     if most is None or num_workers <= most:
         return None
     return (
-        f"this run's workers share the learner's GPUs, which have room for {most}; ask for at most {most}, or train with "
-        "placement.mode=separate"
+        f"this run's workers share the learner's GPUs, which have room for {most}; ask for at most {most}, or train "
+        "with placement.mode=separate"
     )
 
 
@@ -60,7 +60,7 @@ class RunControl:
     """The run's end of the mailbox. A mailbox that dies is replaced."""
 
     def __init__(self, run: str, wanted: dict[str, int], *, most: int | None, note: Callable[[str], None]) -> None:
-        """``most``: places for workers; None: any number. Raises ConfigError if a run of this name is on the cluster."""
+        """``most``: places for workers; None: any number. Raises ConfigError if the cluster has a run of this name."""
         self._run, self._most, self._note = run, most, note
         self._exchange: ray.ObjectRef | None = None
         self._next_exchange_s = 0.0
@@ -99,7 +99,9 @@ class RunControl:
             self._actor = self._make(wanted)
         except ValueError:  # it is only just dying: the next exchange with it fails too
             return
-        self._note("rlhf scale: the actor that takes its requests died and was replaced; repeat what was asked just now")
+        self._note(
+            "rlhf scale: the actor that takes its requests died and was replaced; repeat what was asked just now"
+        )
 
     def close(self) -> None:
         ray.kill(self._actor)

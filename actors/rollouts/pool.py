@@ -244,6 +244,8 @@ class RolloutPool:
         self._supervisor.call(sleepers, "wake_weights", "waking up")
         workers = [worker for worker in workers if worker.state is State.SYNCING]
         result = publish(self._scheduler.version, self._transport, self._supervisor.members(workers), deadline)
+        if result.broken:
+            self._note(f"rollout pool: a publish was repeated: {result.broken}")
         for member, error in result.failed.items():
             if isinstance(error, UnwrittenWeightsError):  # the model's fault: another worker would fail too
                 raise error

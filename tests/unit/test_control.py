@@ -1,4 +1,4 @@
-"""The mailbox between `rlhf scale` and a run: what it refuses, and what becomes of requests and of the mailbox itself."""
+"""The mailbox between `rlhf scale` and a run: what it refuses, what becomes of requests, and what if it dies."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +40,6 @@ class Mailboxes:
             return self.actors[-1]
 
         return SimpleNamespace(remote=make)
-
 
 
 @pytest.fixture

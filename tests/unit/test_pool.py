@@ -12,7 +12,7 @@ import ray
 
 from actors.group import Deadline, Member
 from actors.rollouts.pool import RolloutPool
-from actors.weights.transports import Transfer
+from actors.weights.transports import BrokenTransferError, Transfer
 from rlhf.batch import Prompt
 from rlhf.errors import DeadlineError, UnwrittenWeightsError
 from rlhf.recipes import load_config
@@ -156,8 +156,8 @@ def test_a_request_for_more_workers_than_there_are_places_changes_nothing(settin
     assert len(given.actors) == 2
     assert given.notes[1] == "rollout pool: 1 -> 2 default worker(s): asked for"
     assert given.notes[2].startswith(
-        "rollout pool: stays at 2 default worker(s), not 3: this run's workers share the learner's GPUs, which have room "
-        "for 2; ask for at most 2"
+        "rollout pool: stays at 2 default worker(s), not 3: this run's workers share the learner's GPUs, which have "
+        "room for 2; ask for at most 2"
     )
 
 
@@ -216,6 +216,25 @@ def test_a_worker_on_its_way_out_is_not_kept_for_a_publish(setting: MakeSetting)
     assert given.factory.ended == [1] and len(given.actors[1].given("commit")) == 1
     assert set(given.actors[0].requests()) == {*keys(ids[0], 2), *keys(ids[1], 2)}, "its work is done by another"
     assert given.notes == ["rollout pool: 2 -> 1 default worker(s): requested by rlhf scale"]
+
+
+def test_a_publish_that_was_repeated_is_reported(setting: MakeSetting) -> None:
+    given = setting()
+    pool = given.serve()
+
+    class Flapping(OneBucket):
+        broken = False
+
+        def transfer(self, members: Mapping[Member, int], deadline: Deadline) -> Transfer:
+            if not self.broken:
+                self.broken = True
+                raise BrokenTransferError("connection reset")
+            return super().transfer(members, deadline)
+
+    pool.connect(Flapping())
+    assert pool.publish(2)["pool/replaced_workers"] == 0
+    assert given.notes == ["rollout pool: a publish was repeated: connection reset"]
+    assert given.actors[0].given("commit") == [(1,), (2,)]
 
 
 def test_a_model_that_a_publish_cannot_fill_ends_the_run(setting: MakeSetting) -> None:

@@ -137,8 +137,8 @@ def test_the_run_ends_when_too_many_starts_in_a_row_have_failed(crew: MakeCrew) 
     with pytest.raises(ActorError) as caught:
         start_in_vain()
     assert str(caught.value).startswith(
-        "rollout pool: of default workers 3 in a row failed before they sampled anything (rollout.max_failures); the last: "
-        "rollout[5] on ?: starting raised ValueError: no such model"
+        "rollout pool: of default workers 3 in a row failed before they sampled anything (rollout.max_failures); the "
+        "last: rollout[5] on ?: starting raised ValueError: no such model"
     )
     assert pool.supervisor.num_replaced == len(pool.notes) == 6
     assert pool.notes[0] == (
