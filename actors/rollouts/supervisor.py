@@ -141,7 +141,7 @@ class Supervisor:
         if starts.failures < limit:
             return
         why = f"{limit} in a row failed before they sampled anything (rollout.max_failures)"
-        if not any(self.scheduler.workers[worker_id].version >= 0 for worker_id in self._processes):
+        if not any(worker.version >= 0 for worker in self.scheduler.in_state(State.SYNCING, State.LIVE)):
             raise ActorError(f"rollout pool: of {kind} workers {why}; the last: {error}")
         self._give_up(kind, why)
 
