@@ -198,11 +198,12 @@ class Cluster(ActorCluster):
 
     def _make_pool(self) -> RolloutPool:
         config = self._config
-        control = RunControl(config.name, {kind: s.num_workers for kind, (s, _) in config.rollout.kinds().items()})
-        self._stack.callback(control.close)
         factory = WorkerFactory(
             config, self.topology, self._placement, lambda s: self._env("rollout", s), self._worker_spec, VllmEngine
         )
+        wanted = {kind: settings.num_workers for kind, (settings, _) in config.rollout.kinds().items()}
+        control = RunControl(config.name, wanted, most=factory.num_places, note=self._note)
+        self._stack.callback(control.close)
         pool = RolloutPool(config, factory, control, shares_gpus=self._shares_gpus, note=self._note)
         self._stack.callback(pool.close)
         return pool

@@ -33,6 +33,7 @@ class Placement:
         """Requests every group. Raises PlacementError at the deadline, with what was requested and what there is."""
         self.topology = topology
         self._groups: dict[str, PlacementGroup] = {}
+        self._ready: dict[str, ray.ObjectRef] = {}  # of groups that were asked about
         deadline = time.monotonic() + timeout_s
         try:
             for spec in topology.groups:
@@ -76,10 +77,13 @@ class Placement:
 
     def granted(self, name: str) -> bool:
         """Whether the cluster has made room for a group."""
-        return self._groups[name].wait(0)
+        if name not in self._ready:  # kept, because PlacementGroup.wait(0) is often False for a group long granted
+            self._ready[name] = self._groups[name].ready()
+        return bool(ray.wait([self._ready[name]], timeout=0)[0])
 
     def release(self, name: str) -> None:
         """Releases one group; Ray kills the actors in it."""
+        self._ready.pop(name, None)
         remove_placement_group(self._groups.pop(name))
 
     def release_all(self) -> None:

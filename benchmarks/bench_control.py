@@ -136,6 +136,7 @@ class Factory:
         self._simulation, self._draw, self._tokens = simulation, draw, tokens
         self._workers: dict[int, RolloutWorker] = {}
         self.start_s = 0.0
+        self.num_places = None
 
     def launch(self, worker: int, kind: str) -> Launch:
         actor = self._workers[worker] = RolloutWorker(self._simulation, self._draw, self._tokens)

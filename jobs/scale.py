@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.control import find_run
-from rlhf.errors import ClusterError, DeadlineError, RlhfError
+from rlhf.errors import ClusterError, DeadlineError, PlacementError, RlhfError
 
 ANSWER_S = 30.0
 LOOK_EVERY_S = 0.5
@@ -23,7 +23,8 @@ Status = list[dict[str, Any]]
 def scale(run: str, *, kind: str, num_workers: int | None, address: str, timeout_s: float) -> None:
     """Asks the run for ``num_workers`` of a kind and waits until that many serve; None only shows them.
 
-    Raises ConfigError if there is no such run or kind, DeadlineError if they do not serve in time.
+    Raises ConfigError if there is no such run, kind or room, PlacementError if the run gives them up, DeadlineError if
+    they do not serve in time.
     """
     with joined(address):
         control = find_run(run)
@@ -60,7 +61,9 @@ def ask(call: ray.ObjectRef) -> Any:
             raise error.cause from None
         raise
     except RayActorError as error:
-        raise ClusterError("the run has ended") from error
+        raise ClusterError(
+            "the run has ended, or the actor that takes its requests has died and is being replaced; try again"
+        ) from error
     except GetTimeoutError as error:
         raise DeadlineError(f"the run did not answer within {ANSWER_S:g} s; check its node, and try again") from error
 
@@ -69,7 +72,11 @@ def wait_until_live(control: Any, run: str, kind: str, num_workers: int, timeout
     """Returns when exactly ``num_workers`` of the kind exist and all serve."""
     ends = time.monotonic() + timeout_s
     while timeout_s > 0:
-        status, _ = ask(control.look.remote())
+        status, wanted = ask(control.look.remote())
+        if wanted[kind] != num_workers:
+            raise PlacementError(
+                f"run {run}: it now wants {wanted[kind]} {kind} worker(s), not {num_workers}; what it prints says why"
+            )
         states = [worker["state"] for worker in status if worker["kind"] == kind]
         if states == ["live"] * num_workers:
             return

@@ -395,7 +395,8 @@ class RolloutConfig(Section, key="rollout"):
     num_workers: NonNegativeInt = 1
     extra_kinds: dict[str, WorkerKindConfig] = field(default_factory=dict)  # additional workers, by kind
     autoscale: AutoscaleConfig | None = None  # None: only `rlhf scale` changes num_workers
-    # the run gives up after this many workers in a row fail to start, or fail on the same group
+    # after this many in a row fail before they sample anything, the pool goes on with the workers it has; the run ends
+    # if it has none, or if as many fail on the same group
     max_failures: Annotated[int, Bounds(min=2, max=INT32_MAX)] = 5
     tensor_parallel_size: PositiveInt = 1
     max_completion_tokens: PositiveInt = 512

@@ -133,6 +133,7 @@ class FakeFactory:
         self.actors: list[FakeActor] = []  # by worker id
         self.kinds: list[str] = []
         self.placed = True
+        self.num_places: int | None = None
         self.ended: list[int] = []
 
     def launch(self, worker: int, kind: str) -> Launch:

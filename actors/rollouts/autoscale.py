@@ -69,16 +69,22 @@ class Autoscaler:
     """Grows by one when the learner waits and workers are busy; shrinks by one when they idle and it does not wait.
 
     The number of workers does not oscillate: the two conditions exclude each other, several steps in a row must agree,
-    and every decision restarts the count.
+    and every decision restarts the count. Each time that the pool could not grow, twice as many steps must agree before
+    it is to try again.
     """
 
     def __init__(self, config: AutoscaleConfig) -> None:
         self._config = config
         self._votes = 0  # steps in a row for growing (positive) or shrinking (negative)
+        self._growing_to: int | None = None  # decided, but not reached
+        self._failures = 0  # to grow, in a row
 
     def judge(self, load: StepLoad, *, num_workers: int, settled: bool) -> Decision | None:
         """What to change after a step, if anything. ``settled``: the last change has taken effect."""
         config = self._config
+        if self._growing_to is not None and (settled or num_workers < self._growing_to):
+            self._failures = 0 if num_workers >= self._growing_to else self._failures + 1
+            self._growing_to = None
         waits, idles = load.wait_fraction > config.wait_fraction, load.idle_fraction > config.idle_fraction
         vote = 1 if waits and not idles else -1 if idles and not waits else 0
         if vote == 0 or not settled:
@@ -87,15 +93,17 @@ class Autoscaler:
             self._votes = vote
         else:
             self._votes += vote
-        if abs(self._votes) < config.patience_steps:
+        patience_steps = config.patience_steps * (2**self._failures if self._votes > 0 else 1)
+        if abs(self._votes) < patience_steps:
             return None
         wanted = min(config.max, max(config.min, num_workers + (1 if self._votes > 0 else -1)))
         self._votes = 0
         if wanted == num_workers:
             return None
+        self._growing_to = wanted if wanted > num_workers else None
         return Decision(
             wanted,
-            f"in each of {config.patience_steps} steps "
+            f"in each of {patience_steps} steps "
             + (
                 f"the learner waited for samples for more than {config.wait_fraction:.0%} of the time (now "
                 f"{load.wait_fraction:.0%})"

@@ -70,6 +70,11 @@ class WorkerFactory:
             self._placement.release(slot.group)
 
     @property
+    def num_places(self) -> int | None:
+        """How many workers there can be at once; None: as many as the cluster makes room for."""
+        return len(self._topology.slots["rollout"]) if self._shares_gpus else None
+
+    @property
     def _shares_gpus(self) -> bool:
         return self._config.placement.colocated
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.control import RunControl
+from actors.control import RunControl, no_room
 from actors.group import Deadline, Member, wait_for_some
 from actors.rollouts.autoscale import Autoscaler, LoadMeter
 from actors.rollouts.engine import Completion, Request, request_key
@@ -68,8 +68,9 @@ class RolloutPool:
         self._supervisor = Supervisor(config, factory, note)
         self._scheduler = self._supervisor.scheduler
         self._control, self._note, self._timeouts = control, note, config.timeouts
+        self._most_workers = factory.num_places
         self._shares_gpus, self._asleep = shares_gpus, False
-        self._sleepers: set[int] = set()
+        self._may_start = True  # False while the learner holds the memory that a new worker needs, or is about to
         self._transport: Transport | None = None
         self._groups: dict[int, GroupInProgress] = {}
         self._finished: dict[int, list[Rollout]] = {}
@@ -119,7 +120,9 @@ class RolloutPool:
         """Changes how many workers of a kind there should be; they come and go in the background."""
         with self._lock:
             targets = self._supervisor.targets
-            if targets[kind] != num_workers:
+            if why := no_room(num_workers, self._most_workers):
+                self._note(f"rollout pool: stays at {targets[kind]} {kind} worker(s), not {num_workers}: {why}")
+            elif targets[kind] != num_workers:
                 self._note(f"rollout pool: {targets[kind]} -> {num_workers} {kind} worker(s): {reason}")
                 targets[kind] = num_workers
 
@@ -212,32 +215,43 @@ class RolloutPool:
         }
 
     def sleep(self) -> None:
-        """Has workers that share the learner's GPU free its memory until the next ``publish``."""
+        """Has workers that share the learner's GPU free its memory until the next ``publish``.
+
+        Those that are starting come up first: the learner's memory is what they load into, and if they were ended each
+        time that generating is shorter than their start, they would never serve.
+        """
         if not self._shares_gpus or self._asleep:
             return
         with self._lock:
+            self._may_start = False
+            self._await_starting()
             self._asleep = True
-            self._put_to_sleep()
+            self._supervisor.call(self._scheduler.in_state(State.SYNCING, State.LIVE), "sleep", "going to sleep")
 
-    def _put_to_sleep(self) -> None:
-        """Puts all running, awake workers to sleep, including any that started while the others slept."""
-        awake = [w for w in self._scheduler.in_state(State.SYNCING, State.LIVE) if w.id not in self._sleepers]
-        self._sleepers |= self._supervisor.call(awake, "sleep", "going to sleep").keys()
+    def _await_starting(self) -> None:
+        """The listening thread ends the wait: it hears who is up, and gives up who is not in ``timeouts.start_s``."""
+        if starting := self._scheduler.in_state(State.STARTING):
+            self._note(f"rollout pool: the learner waits until {len(starting)} new worker(s) have loaded")
+        while self._scheduler.in_state(State.STARTING):
+            self._raise_failure()
+            self._lock.wait(LISTEN_S)
 
     def _sync(self, workers: Sequence[Worker]) -> None:
         """Brings workers to the pool's version; those that confirm the learner's checksums are live from then on."""
         assert self._transport is not None
         deadline = Deadline(self._timeouts.publish_s, "timeouts.publish_s")
-        sleepers = [worker for worker in workers if worker.id in self._sleepers]
+        sleepers = list(workers) if self._asleep else []
         self._supervisor.call(sleepers, "wake_weights", "waking up")
         workers = [worker for worker in workers if worker.state is State.SYNCING]
         result = publish(self._scheduler.version, self._transport, self._supervisor.members(workers), deadline)
+        if result.broken:
+            self._note(f"rollout pool: a publish was repeated: {result.broken}")
         for member, error in result.failed.items():
             if isinstance(error, UnwrittenWeightsError):  # the model's fault: another worker would fail too
                 raise error
             self._supervisor.fail(member.rank, error)
         self._supervisor.call([w for w in sleepers if w.state is State.SYNCING], "wake_cache", "waking up")
-        self._asleep, self._sleepers = False, set()
+        self._asleep, self._may_start = False, True
         for worker in workers:
             if worker.state is State.SYNCING:
                 self._supervisor.admit(worker.id)
@@ -289,9 +303,7 @@ class RolloutPool:
         self._load.looked(self._supervisor.count_time, driver_waits=self._driver_waits)
         for kind, count in self._control.poll(self._supervisor.status, dict(self._supervisor.targets)).items():
             self.scale(kind, count, "requested by rlhf scale")
-        self._supervisor.reconcile(asleep=self._asleep)
-        if self._asleep:
-            self._put_to_sleep()
+        self._supervisor.reconcile(asleep=self._asleep, may_start=self._may_start)
         if self._driver_waits and self._scheduler.version >= 0 and (joining := self._scheduler.in_state(State.SYNCING)):
             self._sync(joining)
         self._dispatch()

@@ -92,6 +92,11 @@ class Scheduler:
 
     # Workers
 
+    @property
+    def next_worker(self) -> int:
+        """The id that the next worker will have: all that there are or were have lower ones."""
+        return self._next_worker
+
     def spawn(self, kind: str, capacity: int) -> Worker:
         """A new worker, starting."""
         worker = Worker(self._next_worker, kind, capacity)

@@ -1,5 +1,6 @@
 """Starts, listens to, replaces and ends the processes behind the pool's workers. The caller holds the lock."""
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from actors.rollouts.engine import Completion, Request, request_key
 from actors.rollouts.engine_loop import Report
 from actors.rollouts.factory import WorkerFactory
 from actors.rollouts.scheduler import Group, Scheduler, State, Worker
-from rlhf.config import Config
+from rlhf.config import DEFAULT_KIND, Config
 from rlhf.errors import ActorError, DeadlineError, RlhfError
 
 COLLECT_WAIT_S = 1.0  # how long a collect call waits for a whole group; longer in large pools:
@@ -29,10 +30,11 @@ class Process:
 
     member: Member
     starting: ray.ObjectRef | None
+    launched_s: float
     waiting_since: float  # for it to start, or to report
     collecting: ray.ObjectRef | None = None
     pending: set[ray.ObjectRef] = field(default_factory=set)  # calls that only have to succeed
-    has_lived: bool = False
+    has_sampled: bool = False
     counted_tokens: int = 0
     counted_s: float = 0.0
     sample_s: float = 0.0  # running samples x seconds since then
@@ -42,19 +44,28 @@ class Process:
         return [*filter(None, (self.starting, self.collecting)), *self.pending]
 
 
+@dataclass
+class Starts:
+    """How starting workers of a kind goes."""
+
+    failures: int = 0  # in a row: of workers that sampled nothing, each launched after the previous one had failed
+    counted_until: int = 0  # workers with lower ids existed at the last failure: theirs may have the same cause
+    backoff_until: float = 0.0
+
+
 class Supervisor:
     """Keeps the pool's target number of worker processes, and talks to them."""
 
     def __init__(self, config: Config, factory: WorkerFactory, note: Callable[[str], None]) -> None:
         """``note`` reports to the user what happens to workers."""
         self._factory, self._note, self._timeouts = factory, note, config.timeouts
-        self._settings = config.rollout
+        self._settings, self._place_s = config.rollout, config.placement.timeout_s
         self.scheduler = Scheduler(expected_completion_tokens=config.rollout.max_completion_tokens)
         self.targets = {kind: settings.num_workers for kind, (settings, _) in config.rollout.kinds().items()}
         self.num_replaced = 0
         self._processes: dict[int, Process] = {}
         self._in_flight: dict[ray.ObjectRef, int] = {}  # every call, and the worker it went to
-        self._start_failures, self._backoff_until = 0, 0.0
+        self._starts = {kind: Starts() for kind in self.targets}
 
     # Coming and going
 
@@ -77,10 +88,10 @@ class Supervisor:
                 )
             self._started(worker_id)
 
-    def reconcile(self, *, asleep: bool) -> None:
+    def reconcile(self, *, asleep: bool, may_start: bool) -> None:
         """Ends workers that are done or silent, and starts or drains others until each kind has its target number.
 
-        ``asleep``: no worker is expected to make progress, and the learner holds the memory that a new one would need.
+        ``asleep``: no worker is expected to make progress.
         """
         self.scheduler.forget_dead()
         for worker_id in self.scheduler.emptied():
@@ -90,8 +101,8 @@ class Supervisor:
         order = {State.STARTING: 0, State.SYNCING: 1, State.LIVE: 2}  # those not yet serving go first
         for kind, target in self.targets.items():
             active = self.scheduler.active(kind)
-            if not asleep and time.monotonic() >= self._backoff_until:
-                for _ in range(target - len(active)):
+            if may_start and time.monotonic() >= self._starts[kind].backoff_until:
+                for _ in range(min(target - len(active), self._free_places())):
                     self._spawn(kind)
             if len(active) <= target:
                 continue
@@ -102,28 +113,44 @@ class Supervisor:
                     self._end(worker.id)
 
     def fail(self, worker_id: int, error: BaseException) -> None:
-        """Quarantines a worker: its work goes back to the queue, its process ends, and another will be started.
+        """Quarantines a worker: its work goes back to the queue, its process ends, and another will be started, unless
+        too many in a row have failed before they sampled anything.
 
-        Raises ActorError when too many in a row have failed before they could serve, or while holding the same group.
+        Raises ActorError if no other worker is left then, or when too many in a row have failed over the same group.
         """
-        process = self._processes[worker_id]
+        process, kind = self._processes[worker_id], self.scheduler.workers[worker_id].kind
         self._note(f"rollout pool: replacing a worker: {str(error).splitlines()[0]}")
         self.num_replaced += 1
         suspect = self.scheduler.fail(worker_id)
-        if not process.has_lived:
-            self._start_failures += 1
-            self._backoff_until = time.monotonic() + min(MAX_BACKOFF_S, 2.0**self._start_failures)
         self._end(worker_id)
         self.scheduler.mark_dead(worker_id)
-        limit, when = self._settings.max_failures, None
-        if self._start_failures >= limit:
-            when = "before they could serve"
-        elif suspect is not None and suspect.losses >= limit:
-            when = f"while sampling prompt {suspect.prompt_id}"
-        if when:
+        limit = self._settings.max_failures
+        if suspect is not None and suspect.losses >= limit:
             raise ActorError(
-                f"rollout pool: {limit} workers in a row failed {when} (rollout.max_failures); the last: {error}"
+                f"rollout pool: {limit} workers in a row failed while sampling prompt {suspect.prompt_id} "
+                f"(rollout.max_failures); the last: {error}"
             )
+        if not process.has_sampled and worker_id >= self._starts[kind].counted_until:
+            self._count_failed_start(kind, error)
+
+    def _count_failed_start(self, kind: str, error: BaseException) -> None:
+        starts, limit = self._starts[kind], self._settings.max_failures
+        starts.failures += 1
+        starts.counted_until = self.scheduler.next_worker
+        starts.backoff_until = time.monotonic() + min(MAX_BACKOFF_S, 2.0**starts.failures)
+        if starts.failures < limit:
+            return
+        why = f"{limit} in a row failed before they sampled anything (rollout.max_failures)"
+        if not any(worker.version >= 0 for worker in self.scheduler.in_state(State.SYNCING, State.LIVE)):
+            raise ActorError(f"rollout pool: of {kind} workers {why}; the last: {error}")
+        self._give_up(kind, why)
+
+    def _give_up(self, kind: str, why: str) -> None:
+        """Goes on with the workers of a kind that there are."""
+        self._starts[kind] = Starts()
+        target = min(self.targets[kind], len(self.scheduler.active(kind)))
+        self._note(f"rollout pool: {self.targets[kind]} -> {target} {kind} worker(s): {why}")
+        self.targets[kind] = target
 
     def retire(self, worker_id: int) -> None:
         """Ends a healthy worker; others do its unfinished work."""
@@ -133,8 +160,7 @@ class Supervisor:
     def admit(self, worker_id: int) -> None:
         """The worker has the pool's weights and serves from now on."""
         self.scheduler.admit(worker_id, self.scheduler.version)
-        process = self._processes[worker_id]
-        process.has_lived, process.waiting_since, self._start_failures = True, time.monotonic(), 0
+        self._processes[worker_id].waiting_since = time.monotonic()
 
     def close(self) -> None:
         for worker_id in list(self._processes):
@@ -144,8 +170,14 @@ class Supervisor:
         worker = self.scheduler.spawn(kind, self._settings.kinds()[kind][0].max_num_seqs)
         launch = self._factory.launch(worker.id, kind)
         member = Member(launch.handle, "rollout", worker.id, "?")
-        self._processes[worker.id] = Process(member, launch.started, time.monotonic())
+        now = time.monotonic()
+        self._processes[worker.id] = Process(member, launch.started, launched_s=now, waiting_since=now)
         self._in_flight[launch.started] = worker.id
+
+    def _free_places(self) -> int:
+        """How many workers may be started now: on shared GPUs a draining one keeps its place until it ends."""
+        places = self._factory.num_places
+        return sys.maxsize if places is None else places - len(self._processes)
 
     def _end(self, worker_id: int) -> None:
         self._factory.end(worker_id)
@@ -159,11 +191,23 @@ class Supervisor:
             process = self._processes[worker.id]
             starting = worker.state is State.STARTING
             if starting and not self._factory.has_place(worker.id):
-                process.waiting_since = now  # it waits for room in the cluster, however long that takes
+                self._await_place(worker, process)
+                continue
             key = "start_s" if starting else "worker_silence_s"
             limit_s = getattr(self._timeouts, key)
             if now - process.waiting_since > limit_s:
                 self.fail(worker.id, DeadlineError(f"{process.member}: silent for {limit_s:g} s (timeouts.{key})"))
+
+    def _await_place(self, worker: Worker, process: Process) -> None:
+        """A worker may wait for room in the cluster as long as that takes, but not where the pool sizes itself."""
+        process.waiting_since = time.monotonic()
+        autoscale = self._settings.autoscale
+        if autoscale is None or worker.kind != DEFAULT_KIND or self.targets[worker.kind] <= autoscale.min:
+            return
+        if time.monotonic() - process.launched_s > self._place_s:
+            self.retire(worker.id)
+            why = f"the cluster has had no room for another in {self._place_s:g} s (placement.timeout_s)"
+            self._give_up(worker.kind, why)
 
     # Calls
 
@@ -244,6 +288,9 @@ class Supervisor:
         process = self._processes[worker_id]
         if report.silent_s < self._timeouts.worker_silence_s:
             process.waiting_since = time.monotonic()
+        if report.finished and not process.has_sampled:
+            process.has_sampled = True
+            self._starts[self.scheduler.workers[worker_id].kind] = Starts()
         self._collect(worker_id)
         self._measure_pace(worker_id, report.generated_tokens)
         return [accepted for completion in report.finished if (accepted := self._accept(completion))]

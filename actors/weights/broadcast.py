@@ -2,16 +2,21 @@
 
 import contextlib
 import os
+import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from actors.weights.channel import NUM_SLOTS, Receiver, Ring, Sender, Session, TransferAbortedError
+from rlhf.errors import one_line
+
+T = TypeVar("T")
 
 NEVER = timedelta(days=7)
 
@@ -26,21 +31,20 @@ class BroadcastGroup:
         world_size = session.rendezvous.num_receivers + 1
         session.count("members", 1)
         session.wait(lambda: session.count("members") == world_size, "waiting for all to join the broadcast")
-        store = dist.PrefixStore("group", session.store)
-        with self._abort_if_broken():
-            self._group = _process_group(store, rank, world_size, device, session.left_s)
-        try:  # NCCL connects on first use
-            self.finish(self.start(torch.zeros(1, dtype=torch.uint8, device=device)))
+        connecting = _in_thread(lambda: _connected_group(session, rank, world_size, device))
+        try:
+            session.wait(connecting.done, "connecting for the broadcast")
+            with self._abort_if_broken():
+                self._group, first = connecting.result()
+            self.finish(first)
         except BaseException:
-            self.close()
+            connecting.add_done_callback(_close_late)
             raise
 
     def start(self, data: Tensor) -> Any:
         """Starts to broadcast ``data`` from rank 0, after the work queued on the current stream."""
-        options = dist.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
         with self._abort_if_broken():
-            return self._group.broadcast([data], options)
+            return _broadcast(self._group, data)
 
     def finish(self, work: Any) -> None:
         """Waits until the data have arrived (or are sent). Only this host thread waits: a stream could not be freed."""
@@ -50,19 +54,60 @@ class BroadcastGroup:
 
     def close(self) -> None:
         """Drops all connections, including those to dead members, and frees streams from whatever was in flight."""
-        if isinstance(self._group, dist.ProcessGroupGloo):
-            _kept_groups.append(self._group)
-        else:
-            self._group.abort()
+        _close(self._group)
 
     @contextlib.contextmanager
     def _abort_if_broken(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:  # what torch raises for any lost connection
-            why = " ".join(str(error).split())[:300]
+            why = one_line(error)[:300]
             self._session.abort(why)
             raise TransferAbortedError(why) from error
+
+
+def _in_thread(function: Callable[[], T]) -> "Future[T]":
+    """Calls a function that may never return, in a thread that does not keep the process alive."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="weights-connect", daemon=True).start()
+    return future
+
+
+def _connected_group(session: Session, rank: int, world_size: int, device: torch.device) -> tuple[Any, Any]:
+    """The group, and its first broadcast, in which NCCL connects.
+
+    Both libraries connect in calls that wait for every peer: if one dies there they may never return, and nothing can
+    abort them.
+    """
+    store = dist.PrefixStore("group", session.connect())
+    group = _process_group(store, rank, world_size, device, session.left_s)
+    return group, _broadcast(group, torch.zeros(1, dtype=torch.uint8, device=device))
+
+
+def _broadcast(group: Any, data: Tensor) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    return group.broadcast([data], options)
+
+
+def _close(group: Any) -> None:
+    if isinstance(group, dist.ProcessGroupGloo):
+        _kept_groups.append(group)
+    else:
+        group.abort()
+
+
+def _close_late(connecting: "Future[tuple[Any, Any]]") -> None:
+    """Closes a group that nobody waits for any more, if it ever connects."""
+    if connecting.exception() is None:
+        _close(connecting.result()[0])
 
 
 def _process_group(store: Any, rank: int, world_size: int, device: torch.device, timeout_s: float) -> Any:

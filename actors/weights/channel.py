@@ -5,17 +5,19 @@ A session's processes meet in a TCPStore hosted by learner rank 0, and every wai
 aborted. So a dead receiver leaves no process waiting, and nothing relies on a library's own time limits.
 """
 
+import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf.errors import DeadlineError, WeightSyncError
+from rlhf.errors import DeadlineError, WeightSyncError, one_line
 
 NUM_SLOTS = 2  # one is in flight while the other is filled or emptied
 SPIN_S = 0.002  # a wait polls without pauses for this long, then with pauses
@@ -41,16 +43,16 @@ class Session:
     """One process's view of a rendezvous. ``renew`` before every transfer sets how long its waits may last."""
 
     def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:
-        client = dist.TCPStore(
-            rendezvous.address,
-            rendezvous.port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-        )
         self.rendezvous = rendezvous
-        self.store = dist.PrefixStore(rendezvous.name, client)
         self.renew(timeout_s)
+        self.store = self.connect()
+
+    def connect(self) -> Any:
+        """The session's store over a connection of its own. Calls over one connection take turns, so a library that
+        blocks in one would keep others from looking whether the transfer was aborted."""
+        at, timeout = self.rendezvous, timedelta(seconds=self.left_s)
+        client = dist.TCPStore(at.address, at.port, is_master=False, wait_for_workers=False, timeout=timeout)
+        return dist.PrefixStore(at.name, client)
 
     def renew(self, timeout_s: float) -> None:
         self._timeout_s, self._ends = timeout_s, time.monotonic() + timeout_s
@@ -66,8 +68,9 @@ class Session:
             now = time.monotonic()
             if now - looked > LOOK_S:
                 looked = now
-                if self.store.check(["off"]):
-                    raise TransferAbortedError(self.store.get("off").decode())
+                with self._reaching_the_store():
+                    if self.store.check(["off"]):
+                        raise TransferAbortedError(self.store.get("off").decode())
                 if now > self._ends:
                     raise DeadlineError(
                         f"weight transfer: still {doing} after {self._timeout_s:g} s; raise timeouts.publish_s if that "
@@ -78,11 +81,21 @@ class Session:
 
     def abort(self, why: str) -> None:
         """Ends the session for all its processes."""
-        self.store.set("off", why)
+        with self._reaching_the_store():
+            self.store.set("off", why)
 
     def count(self, key: str, add: int = 0) -> int:
         """Adds to a number that all processes share, and returns it."""
-        return self.store.add(key, add)
+        with self._reaching_the_store():
+            return self.store.add(key, add)
+
+    @contextlib.contextmanager
+    def _reaching_the_store(self) -> Iterator[None]:
+        """A connection that breaks is nobody's fault."""
+        try:
+            yield
+        except dist.DistError as error:
+            raise TransferAbortedError(f"the session's store cannot be reached: {one_line(error)[:300]}") from error
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 begin (workers stop sampling) -> transfer (they report checksums) -> compare -> finish -> commit (they sample again).
 Only a worker that reports the learner's own checksums is committed. One that fails is reported and left behind; if
-others waited for it, their transfer is aborted and repeated without it.
+others waited for it, their transfer is aborted and repeated without it. One that breaks through nobody's fault is
+repeated once.
 """
 
 import time
@@ -12,8 +13,8 @@ from itertools import pairwise
 from typing import Any
 
 from actors.group import ActorGroup, Deadline, Member
-from actors.weights.transports import Transport
-from rlhf.errors import RlhfError, WeightSyncError
+from actors.weights.transports import BrokenTransferError, Transport
+from rlhf.errors import RlhfError, RoleLostError, WeightSyncError
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,14 @@ class PublishResult:
     checksums: list[int]  # the learner's, of every bucket
     num_bytes: int  # of one copy of the weights, with padding
     seconds: dict[str, float]  # begin, join, transfer, finish
+    broken: str = ""  # why an attempt had to be repeated with the same members
 
 
 def publish(version: int, transport: Transport, members: Sequence[Member], deadline: Deadline) -> PublishResult:
     """Gives the members the learner's weights as ``version``.
 
-    A worker's failure is in the result, a learner's is raised. A worker that failed must not be used again.
+    A worker's failure is in the result, a learner's is raised. A worker that failed must not be used again. Raises
+    RoleLostError if the transfer breaks twice: new processes may reach each other.
     """
     publication = Publication(version, deadline.start())
     marks = [time.monotonic()]
@@ -43,7 +46,9 @@ def publish(version: int, transport: Transport, members: Sequence[Member], deadl
     begin_s, transfer_s, finish_s = (after - before for before, after in pairwise(marks))
     join_s = publication.join_s
     seconds = {"begin": begin_s, "join": join_s, "transfer": transfer_s - join_s, "finish": finish_s}
-    return PublishResult(tuple(committed), publication.failed, publication.sent, publication.num_bytes, seconds)
+    return PublishResult(
+        tuple(committed), publication.failed, publication.sent, publication.num_bytes, seconds, publication.broken
+    )
 
 
 @dataclass
@@ -57,6 +62,7 @@ class Publication:
     sent: list[int] = field(default_factory=list)
     num_bytes: int = 0
     join_s: float = 0.0
+    broken: str = ""
 
     def begin(self, members: Iterable[Member]) -> dict[Member, int]:
         """Stops the members; returns how many engine processes each has."""
@@ -65,7 +71,13 @@ class Publication:
     def transfer(self, transport: Transport, waiting: dict[Member, int]) -> None:
         """Moves the weights until each member either has them, verified, or failed."""
         while waiting:
-            attempt = transport.transfer(waiting, self.deadline)
+            try:
+                attempt = transport.transfer(waiting, self.deadline)
+            except BrokenTransferError as error:
+                if self.broken:
+                    raise RoleLostError(f"{error}; an attempt just before broke too: {self.broken}") from error
+                self.broken, waiting = str(error), self.begin(waiting)
+                continue
             self.failed |= attempt.failed
             self.sent = attempt.sent or self.sent
             self.num_bytes, self.join_s = max(self.num_bytes, attempt.num_bytes), self.join_s + attempt.join_s

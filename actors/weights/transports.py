@@ -16,7 +16,7 @@ import torch.distributed as dist
 from actors.group import ActorGroup, Call, Deadline, Member
 from actors.weights.channel import Rendezvous, TransferAbortedError
 from actors.weights.routes import ROUTES, SessionRoute, session_route
-from rlhf.errors import RlhfError, WeightSyncError
+from rlhf.errors import DeadlineError, RlhfError, RoleLostError, WeightSyncError, one_line
 from rlhf.training.weights import Layout, bucket_size, to_plain
 
 GRACE_S = 10.0  # after an abort, a process that does not answer for this long counts as hung
@@ -33,11 +33,18 @@ class Transfer:
     join_s: float = 0.0
 
 
+class BrokenTransferError(WeightSyncError):
+    """An attempt broke, and no process is at fault: a connection, say. The next one makes all connections anew."""
+
+
 class Transport(Protocol):
     """Moves the learner's weights to workers."""
 
     def transfer(self, members: Mapping[Member, int], deadline: Deadline) -> Transfer:
-        """One attempt to reach the members, given with their numbers of processes. Raises what the learner raises."""
+        """One attempt to reach the members, given with their numbers of processes.
+
+        Raises what the learner raises, and BrokenTransferError.
+        """
         ...
 
 
@@ -143,20 +150,32 @@ class SessionTransport:
         """Waits for all; at the first failure, or at the call's own deadline, aborts the session.
 
         Returns the workers at fault, without those that only ran into the abort. Raises the learner's failure, or
-        WeightSyncError if the transfer broke and no process is at fault.
+        BrokenTransferError.
         """
         if call.wait(until_failure=True):
             return {}
-        assert self._store is not None
         self._members = {}
         reason = next((str(error) for error in call.failed.values()), "a rollout worker is late")
-        dist.PrefixStore(self._rendezvous.name, self._store).set("off", reason.splitlines()[0][:300])
+        cut_off = self._abort(reason.splitlines()[0][:300])
         call.wait(min(GRACE_S, deadline.left_s / 2))
         call.give_up()
         at_fault = {m: error for m, error in call.failed.items() if not isinstance(error, TransferAbortedError)}
         for member in self._learner.members:
-            if member in at_fault:
-                raise at_fault[member]
+            if isinstance(error := at_fault.get(member), DeadlineError):  # it cannot be asked for anything any more
+                raise RoleLostError(f"{error}; it hangs, and counts as lost") from error
+            if error is not None:
+                raise error
+        if cut_off is not None:
+            raise RoleLostError(f"{self._learner.members[0]}: {one_line(cut_off)}; it counts as lost") from cut_off
         if not at_fault:
-            raise WeightSyncError(f"weights could not be moved ({self._route}): {reason}; see the workers' logs")
+            raise BrokenTransferError(f"weights could not be moved ({self._route}): {reason}")
         return at_fault
+
+    def _abort(self, reason: str) -> dist.DistError | None:
+        """Has all processes leave the session; returns what keeps the driver from reaching the learner's store."""
+        assert self._store is not None
+        try:
+            dist.PrefixStore(self._rendezvous.name, self._store).set("off", reason)
+        except dist.DistError as error:
+            return error
+        return None

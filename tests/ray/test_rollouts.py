@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import ray
 
-from actors.control import RunControl
+from actors.control import RunControl, find_run
 from actors.group import Deadline, Member
 from actors.placement import Placement
 from actors.rollouts.engine import MakeEngine
@@ -54,9 +54,10 @@ def fake_pool(
     spec = dataclasses.replace(fake_spec(), config=config.rollout)
     with contextlib.ExitStack() as stack:
         placement = stack.enter_context(Placement(topology, timeout_s=60))
-        control = RunControl(config.name, {"default": config.rollout.num_workers})
-        stack.callback(control.close)
         factory = WorkerFactory(config, topology, placement, lambda slot: env, lambda kind: spec, make_engine)
+        wanted = {"default": config.rollout.num_workers}
+        control = RunControl(config.name, wanted, most=factory.num_places, note=notes.append)
+        stack.callback(control.close)
         pool = RolloutPool(config, factory, control, shares_gpus=shares_gpus, note=notes.append)
         stack.callback(pool.close)
         pool.launch()
@@ -150,6 +151,18 @@ def test_a_worker_that_hangs_in_a_step_is_replaced(ray_session: None, tiny_confi
         ask_engine(pool.members()[0], FakeEngine.hang)
         check(sample(pool, group_size=3), version=1)
     assert len(notes) == 1 and "silent for 3 s (timeouts.worker_silence_s)" in notes[0], notes
+
+
+def test_a_mailbox_that_dies_is_replaced_and_found_again(ray_session: None, tiny_config) -> None:
+    config = tiny_config(*SMALL)
+    with fake_pool(config, notes := []) as pool:
+        killed = ray.get(find_run(config.name).__ray_call__.remote(lambda actor: os.getpid()), timeout=60)
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: notes, 60, "another one")
+        check(sample(pool, group_size=3), version=1)
+        ray.get(find_run(config.name).scale.remote("default", 2), timeout=60)
+        until(lambda: len(pool.members()) == 2, 60, "the worker that was asked for")
+    assert len(notes) == 2 and "died and was replaced" in notes[0], notes
 
 
 def test_a_worker_that_received_other_weights_never_serves_them(ray_session: None, tiny_config) -> None:

@@ -17,13 +17,14 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from torch import nn
 
 from actors.group import ActorGroup, Deadline, Member, RankActor
+from actors.weights import broadcast
 from actors.weights.channel import Rendezvous, Session, TransferAbortedError
 from actors.weights.load_plan import LoadPlan
 from actors.weights.publish import PublishResult, publish
 from actors.weights.routes import ROUTES
 from actors.weights.sender import WeightSender
 from actors.weights.transports import SessionTransport
-from rlhf.errors import ActorError, DeadlineError, WeightSyncError
+from rlhf.errors import ActorError, DeadlineError, RoleLostError, WeightSyncError
 from rlhf.training.weights import bucket_size, checksum, from_plain
 
 pytestmark = pytest.mark.ray
@@ -85,8 +86,11 @@ class TinyWorker(RankActor):
         self.joined += 1
         if self.misdeed == "die joining":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.misdeed == "die connecting":  # its peers are in gloo's own calls by then, or on their way there
+            broadcast._process_group = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         if self.receiver is not None:
             self.receiver.close()
+            self.receiver = None
         self.layout = from_plain(info["layout"])
         self.sizes = [bucket_size(specs) for specs in self.layout]
         self.plan = LoadPlan(self.model, self.load, self.layout)
@@ -122,6 +126,10 @@ class TinyWorker(RankActor):
                     time.sleep(60)
                 if self.misdeed == "raise":
                     raise ValueError("no room for this weight")
+                if self.misdeed in ("flap", "flap always"):
+                    self.misdeed = self.misdeed if self.misdeed == "flap always" else ""
+                    self.session.abort("Connection reset by peer")
+                    raise TransferAbortedError("Connection reset by peer")
                 if self.misdeed == "change":
                     data = data.clone()
                     data[5] ^= 1
@@ -225,6 +233,26 @@ def test_others_go_on_without_one_that_fails(
     assert [state[:2] for state in held(survivors, 1)] == [(1, True)] * 2
     run(2, transport, survivors)
     assert [state[:2] for state in held(survivors, 2)] == [(2, True)] * 2
+
+
+def test_others_go_on_without_one_that_dies_while_all_connect(learner: ActorGroup, workers: list[Member]) -> None:
+    """Its peers wait for it in calls that cannot be aborted, and learner rank 0 is not blamed."""
+    ray.get(workers[1].handle.misbehave.remote("die connecting", 0), timeout=60)
+    result = run(1, SessionTransport(learner, "broadcast"), workers, seconds=NEVER_S)
+    assert result.failed.keys() == {workers[1]}, result.failed
+    assert set(result.committed) == {workers[0], workers[2]}
+    assert [state[:2] for state in held([workers[0], workers[2]], 1)] == [(1, True)] * 2
+
+
+def test_a_connection_that_breaks_once_is_made_anew(transport: SessionTransport, workers: list[Member]) -> None:
+    ray.get(workers[1].handle.misbehave.remote("flap", 7), timeout=60)
+    result = run(1, transport, workers, seconds=NEVER_S)
+    assert set(result.committed) == set(workers) and not result.failed
+    assert "Connection reset by peer" in result.broken
+    assert held(workers, 1) == [(1, True, 2)] * 3, "all have joined another session"
+    ray.get(workers[1].handle.misbehave.remote("flap always", 7), timeout=60)
+    with pytest.raises(RoleLostError, match="Connection reset by peer; an attempt just before broke too"):
+        run(2, transport, workers, seconds=NEVER_S)
 
 
 def test_one_that_hangs_is_late_and_the_others_have_time_left(

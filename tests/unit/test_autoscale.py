@@ -2,7 +2,7 @@
 
 import pytest
 
-from actors.rollouts.autoscale import Autoscaler, Decision, LoadMeter, StepLoad
+from actors.rollouts.autoscale import Autoscaler, LoadMeter, StepLoad
 from rlhf.config import AutoscaleConfig
 from tests.fake_ray import Clock
 
@@ -13,8 +13,12 @@ BALANCED = StepLoad(step_s=10, wait_s=1, busy_worker_s=8, worker_s=10)
 
 def judge(loads: list[StepLoad], *, num_workers: int = 2, maximum: int = 4) -> list[int | None]:
     scaler = Autoscaler(AutoscaleConfig(min=1, max=maximum, patience_steps=3))
-    decisions: list[Decision | None] = [scaler.judge(x, num_workers=num_workers, settled=True) for x in loads]
-    return [d and d.num_workers for d in decisions]
+    decided = []
+    for load in loads:
+        decision = scaler.judge(load, num_workers=num_workers, settled=True)
+        num_workers = decision.num_workers if decision else num_workers
+        decided.append(decision and decision.num_workers)
+    return decided
 
 
 @pytest.mark.parametrize(
@@ -45,7 +49,7 @@ def test_a_steps_load_is_what_happened_since_the_last_publish(
 
 
 def test_grows_after_waiting_for_several_steps_in_a_row() -> None:
-    assert judge([WAITING] * 6) == [None, None, 3, None, None, 3]
+    assert judge([WAITING] * 6) == [None, None, 3, None, None, 4]
 
 
 def test_shrinks_when_workers_idle() -> None:
@@ -74,6 +78,25 @@ def test_waits_until_the_last_change_has_taken_effect() -> None:
     assert "(now 60%)" in decision.reason
     decision = scaler.judge(IDLE, num_workers=2, settled=True)
     assert decision and "workers were idle for more than 50% of the time (now 70%)" in decision.reason
+
+
+def test_each_time_it_could_not_grow_it_waits_twice_as_long() -> None:
+    scaler = Autoscaler(AutoscaleConfig(max=9, patience_steps=2))
+
+    def steps_to_grow(num_workers: int) -> int:
+        for step in range(1, 99):
+            decision = scaler.judge(WAITING, num_workers=num_workers, settled=True)
+            if decision:
+                assert decision.num_workers == num_workers + 1 and f"in each of {step} steps" in decision.reason
+                assert scaler.judge(WAITING, num_workers=num_workers + 1, settled=False) is None, "it is starting"
+                return step
+        raise AssertionError("never")
+
+    assert [steps_to_grow(2) for _ in range(3)] == [2, 4, 8]
+    assert steps_to_grow(2) == 16
+    assert steps_to_grow(3) == 2, "it has grown"
+    assert steps_to_grow(3) == 4
+    assert [scaler.judge(IDLE, num_workers=3, settled=True) for _ in range(2)][1] is not None, "shrinking needs no more"
 
 
 def test_at_a_threshold_the_pool_is_left_alone() -> None:

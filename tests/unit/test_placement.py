@@ -28,6 +28,10 @@ class Group:
         self.cluster.clock.now_s += min(timeout_s, self.cluster.takes_s)
         return timeout_s >= self.cluster.takes_s
 
+    def ready(self) -> "Group":
+        self.cluster.asked.append(self)
+        return self
+
 
 @dataclass
 class Cluster:
@@ -36,11 +40,16 @@ class Cluster:
     clock: Clock
     takes_s: float = 0.0
     groups: list[Group] = field(default_factory=list)
+    asked: list[Group] = field(default_factory=list)  # whether they are ready, without waiting
     waits: list[tuple[int, float]] = field(default_factory=list)  # groups requested by then, and the longest wait
 
     def make(self, bundles: list[Bundle], strategy: str) -> Group:
         self.groups.append(Group(bundles, strategy, self))
         return self.groups[-1]
+
+    def ready(self, groups: list[Group], *, timeout: float) -> tuple[list[Group], list[Group]]:
+        assert timeout == 0, "nobody has time to wait"
+        return (groups, []) if self.takes_s == 0 else ([], groups)
 
 
 @pytest.fixture
@@ -51,6 +60,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     nodes.append({"Alive": True, "Resources": {"CPU": 4.0}})
     monkeypatch.setattr(module, "placement_group", cluster.make)
     monkeypatch.setattr(module, "remove_placement_group", cluster.groups.remove)
+    monkeypatch.setattr(ray, "wait", cluster.ready)
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 5.0, "GPU": 1.0, "memory": 1e9})
     return cluster
@@ -74,6 +84,8 @@ def test_every_group_is_requested_before_any_is_waited_for_and_all_have_one_dead
         assert not placement.granted("rollout-1")
         cluster.takes_s = 0.0
         assert placement.granted("rollout-1")
+        assert cluster.asked == [cluster.groups[2]], "asked once: an answer that comes late counts"
+        assert len(cluster.waits) == 2, "Ray's wait(0) says no to a group that was granted long ago"
         placement.release("rollout-0")
         assert requested(cluster) == [(LEARNER.bundles, "PACK"), (ADDED.bundles, "STRICT_PACK")]
     assert cluster.groups == []

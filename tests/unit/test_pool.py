@@ -12,9 +12,9 @@ import ray
 
 from actors.group import Deadline, Member
 from actors.rollouts.pool import RolloutPool
-from actors.weights.transports import Transfer
+from actors.weights.transports import BrokenTransferError, Transfer
 from rlhf.batch import Prompt
-from rlhf.errors import ActorError, DeadlineError, UnwrittenWeightsError
+from rlhf.errors import DeadlineError, UnwrittenWeightsError
 from rlhf.recipes import load_config
 from tests.fake_ray import CHECKSUM, IN_FLIGHT, PATIENCE_S, FakeActor, FakeFactory, FakeRay, completion
 
@@ -36,9 +36,16 @@ class OneBucket:
 class Setting:
     """A pool and what is around it. Its thread hears an answer as soon as a test gives it."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *overrides: str, shares_gpus: bool = False) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *overrides: str,
+        shares_gpus: bool = False,
+        num_places: int | None = None,
+    ) -> None:
         config = load_config(RECIPE, [f"timeouts.generate_s={PATIENCE_S}", *overrides])
         self.factory = FakeFactory(FakeRay(monkeypatch))
+        self.factory.num_places = num_places
         self.notes: list[str] = []
         self.asked: dict[str, int] = {}  # workers by kind, through `rlhf scale`
         control: Any = SimpleNamespace(poll=lambda status, targets: self.asked)
@@ -74,7 +81,7 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeSetting]:
     """``setting('rollout.num_workers=2')``."""
     made: list[Setting] = []
 
-    def make(*overrides: str, **settings: bool) -> Setting:
+    def make(*overrides: str, **settings: Any) -> Setting:
         made.append(Setting(monkeypatch, *overrides, **settings))
         return made[-1]
 
@@ -129,14 +136,29 @@ def test_a_driver_that_waits_in_vain_is_told_of_what(setting: MakeSetting) -> No
 
 
 def test_a_run_that_cannot_go_on_is_told_so_wherever_it_waits(setting: MakeSetting) -> None:
-    given = setting("rollout.max_failures=2")
+    given = setting()
     pool = given.serve()
     ids = pool.submit(PROMPTS[:1], group_size=1)
-    given.factory.answers["start"] = ValueError("no such model")
-    pool.scale("default", 3, "asked for")
+    given.actors[0].report(completion("999.0"))
+    given.factory.answers["finish_update"] = UnwrittenWeightsError("model.path=m: lm_head is left unwritten")
+    given.actors[0].end("collect", RuntimeError("out of memory"))
     for wait in (lambda: pool.next_groups(ids), lambda: pool.publish(2)):
-        with pytest.raises(ActorError, match="2 workers in a row failed before they could serve"):
+        with pytest.raises(UnwrittenWeightsError, match="lm_head"):
             wait()
+
+
+def test_a_request_for_more_workers_than_there_are_places_changes_nothing(setting: MakeSetting) -> None:
+    given = setting(shares_gpus=True, num_places=2)
+    pool = given.serve()
+    for asked in (3, 2, 3):
+        pool.scale("default", asked, "asked for")
+    until(lambda: len(pool.members()) == 2)
+    assert len(given.actors) == 2
+    assert given.notes[1] == "rollout pool: 1 -> 2 default worker(s): asked for"
+    assert given.notes[2].startswith(
+        "rollout pool: stays at 2 default worker(s), not 3: this run's workers share the learner's GPUs, which have "
+        "room for 2; ask for at most 2"
+    )
 
 
 # Publishes
@@ -196,6 +218,25 @@ def test_a_worker_on_its_way_out_is_not_kept_for_a_publish(setting: MakeSetting)
     assert given.notes == ["rollout pool: 2 -> 1 default worker(s): requested by rlhf scale"]
 
 
+def test_a_publish_that_was_repeated_is_reported(setting: MakeSetting) -> None:
+    given = setting()
+    pool = given.serve()
+
+    class Flapping(OneBucket):
+        broken = False
+
+        def transfer(self, members: Mapping[Member, int], deadline: Deadline) -> Transfer:
+            if not self.broken:
+                self.broken = True
+                raise BrokenTransferError("connection reset")
+            return super().transfer(members, deadline)
+
+    pool.connect(Flapping())
+    assert pool.publish(2)["pool/replaced_workers"] == 0
+    assert given.notes == ["rollout pool: a publish was repeated: connection reset"]
+    assert given.actors[0].given("commit") == [(1,), (2,)]
+
+
 def test_a_model_that_a_publish_cannot_fill_ends_the_run(setting: MakeSetting) -> None:
     given = setting()
     pool = given.serve()
@@ -227,18 +268,41 @@ def test_workers_sleep_while_the_learner_works_and_wake_in_two_parts(setting: Ma
     assert given.actors[0].requests() and given.actors[1].requests()
 
 
-def test_a_worker_that_comes_up_while_the_others_sleep_is_put_to_sleep(setting: MakeSetting) -> None:
+def test_the_learner_waits_for_workers_that_load_into_its_memory(setting: MakeSetting) -> None:
     given = setting("rollout.num_workers=2", shares_gpus=True)
     pool = given.serve()
+    for actor in given.actors:
+        actor.report(completion("999.0"))
+    given.factory.answers["start"] = IN_FLIGHT
+    given.actors[1].end("collect", RuntimeError("out of memory"))
+    until(lambda: len(given.actors) == 3)
+    going = threading.Thread(target=pool.sleep)
+    going.start()
+    until(lambda: len(given.notes) == 2)
+    assert given.notes[1] == "rollout pool: the learner waits until 1 new worker(s) have loaded"
+    given.actors[0].end("collect", RuntimeError("out of memory"))
+    until(lambda: 0 in given.factory.ended)
+    assert not given.actors[2].given("sleep")
+    given.actors[2].end("start", "10.0.0.1")
+    going.join()
+    assert given.actors[2].given("sleep") == [()], "and then sleeps like the others"
+    assert len(given.actors) == 3, "nobody else is started now"
+    pool.publish(2)
+    assert given.actors[2].order(*SHARED) == ["sleep", "wake_weights", "begin_update", "commit", "wake_cache"]
+    until(lambda: len(given.actors) == 4)
+
+
+def test_a_worker_that_does_not_come_up_is_not_waited_for(setting: MakeSetting) -> None:
+    given = setting("rollout.num_workers=2", "timeouts.start_s=0.5", shares_gpus=True)
+    pool = given.serve()
+    for actor in given.actors:
+        actor.report(completion("999.0"))
     given.factory.answers["start"] = IN_FLIGHT
     given.actors[1].end("collect", RuntimeError("out of memory"))
     until(lambda: len(given.actors) == 3)
     pool.sleep()
-    given.actors[2].end("start", "10.0.0.1")
-    until(lambda: given.actors[2].given("sleep"))
-    assert len(given.actors[0].given("sleep")) == 1, "the other sleeps already"
-    pool.publish(2)
-    assert given.actors[2].order(*SHARED) == ["sleep", "wake_weights", "begin_update", "commit", "wake_cache"]
+    assert "rollout[2] on ?: silent for 0.5 s (timeouts.start_s)" in given.notes[-1]
+    assert given.actors[0].given("sleep") == [()] and not given.actors[2].given("sleep")
 
 
 def test_a_worker_that_cannot_wake_up_is_replaced(setting: MakeSetting) -> None:

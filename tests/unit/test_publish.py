@@ -8,7 +8,7 @@ from ray.exceptions import ActorDiedError
 
 from actors.group import Deadline, Member
 from actors.weights.publish import PublishResult, publish
-from actors.weights.transports import Transfer
+from actors.weights.transports import BrokenTransferError, Transfer
 from rlhf.errors import ActorError, DeadlineError, RoleLostError, UnwrittenWeightsError, WeightSyncError
 from tests.clock import Clock
 from tests.fake_ray import IN_FLIGHT, FakeRay
@@ -41,12 +41,15 @@ class Scripted:
     attempts: list[tuple[set[int], dict[int, list[list[int]]]]] = field(default_factory=list)
     asked: list[dict[int, int]] = field(default_factory=list)  # number of processes, by rank
     left_s: list[float] = field(default_factory=list)
+    breaks: list[bool] = field(default_factory=list)  # whether an attempt breaks through nobody's fault
 
     def transfer(self, members: Mapping[Member, int], deadline: Deadline) -> Transfer:
         self.asked.append({member.rank: count for member, count in members.items()})
         self.left_s.append(deadline.left_s)
         assert deadline.left_s > 0, "attempts without end"
         self.clock.now_s += 10
+        if self.breaks and self.breaks.pop(0):
+            raise BrokenTransferError(f"connection {len(self.asked)} was reset")
         everything = {m.rank: [SENT] * count for m, count in members.items()}
         failing, arrived = self.attempts.pop(0) if self.attempts else (set[int](), everything)
         failed = {m: RoleLostError(f"{m}: died") for m in members if m.rank in failing}
@@ -64,7 +67,7 @@ def ranks(members: tuple[Member, ...] | dict[Member, object]) -> list[int]:
 
 def test_every_member_begins_finishes_and_commits_the_version(clock: Clock, members: list[Member]) -> None:
     result = run(transport := Scripted(clock), members)
-    assert ranks(result.committed) == [0, 1, 2] and not result.failed
+    assert ranks(result.committed) == [0, 1, 2] and not result.failed and not result.broken
     assert transport.asked == [{0: 1, 1: 2, 2: 1}]
     assert (result.checksums, result.num_bytes) == (SENT, 800)
     assert result.seconds == {"begin": 0, "join": 4, "transfer": 6, "finish": 0}
@@ -126,6 +129,21 @@ def test_a_transfer_that_broke_off_is_repeated_without_its_cause(clock: Clock, m
     assert (result.checksums, result.num_bytes) == (SENT, 800), "of the attempt that moved something"
     assert (result.seconds["join"], result.seconds["transfer"]) == (12, 18)
     assert [member.handle.order("begin_update") for member in members] == [["begin_update"] * n for n in (1, 2, 3)]
+
+
+def test_a_transfer_that_breaks_with_nobody_at_fault_is_repeated(clock: Clock, members: list[Member]) -> None:
+    transport = Scripted(clock, [({2}, {0: [SENT]})], breaks=[False, True])
+    result = run(transport, members)
+    assert transport.asked == [{0: 1, 1: 2, 2: 1}, {1: 2}, {1: 2}], "with all that it was to reach"
+    assert ranks(result.committed) == [0, 1] and result.broken == "connection 2 was reset"
+    assert members[1].handle.order("begin_update") == ["begin_update"] * 3, "whatever has arrived of the weights"
+
+
+def test_a_transfer_that_breaks_twice_is_for_a_restart_to_mend(clock: Clock, members: list[Member]) -> None:
+    transport = Scripted(clock, breaks=[True, True])
+    with pytest.raises(RoleLostError, match=r"^connection 2 was reset; an attempt just before broke too: connection 1"):
+        run(transport, members)
+    assert not any(member.handle.order("commit") for member in members)
 
 
 def test_who_cannot_begin_again_has_failed(clock: Clock, members: list[Member]) -> None:

@@ -10,8 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from actors.weights import routes
-from actors.weights.channel import NUM_SLOTS, Receiver, Rendezvous, Ring, Sender, Session
+from actors.weights import broadcast, routes
+from actors.weights.channel import (
+    NUM_SLOTS,
+    Receiver,
+    Rendezvous,
+    Ring,
+    Sender,
+    Session,
+    TransferAbortedError,
+)
 from actors.weights.routes import ROUTES, ObjectStore, SessionRoute, choose_route, session_route
 from rlhf.planning.topology import Device
 from rlhf.training.weights import TensorSpec
@@ -65,6 +73,61 @@ def test_every_bucket_arrives(join: Callable[[], Session], name: str) -> None:
     thread.join(PATIENCE_S)
     sender.close()
     assert [data.tolist() for data in arrived] == [bucket.tolist() for bucket in BUCKETS]
+
+
+def test_a_peer_that_dies_while_connecting_leaves_nobody_waiting(
+    join: Callable[[], Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connecting, released = threading.Event(), threading.Event()
+
+    def process_group(*_: Any) -> None:
+        """As a library does that waits for a peer which is gone."""
+        connecting.set()
+        assert released.wait(PATIENCE_S)
+        raise RuntimeError("connection refused")
+
+    monkeypatch.setattr(broadcast, "_process_group", process_group)
+    raised: list[BaseException] = []
+
+    def send() -> None:
+        try:
+            session_route("broadcast").sender(join(), Ring(torch.zeros(8, dtype=torch.uint8)))
+        except TransferAbortedError as error:
+            raised.append(error)
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    peer = join()
+    peer.count("members", 1)
+    assert connecting.wait(PATIENCE_S)
+    peer.abort("rollout[0] died")
+    sender.join(PATIENCE_S)
+    assert [str(error) for error in raised] == ["rollout[0] died"] and not released.is_set()
+    released.set()
+
+
+def test_what_keeps_a_process_from_connecting_ends_the_session(
+    join: Callable[[], Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def process_group(*_: Any) -> None:
+        raise RuntimeError("gloo:\nconnection refused")
+
+    monkeypatch.setattr(broadcast, "_process_group", process_group)
+    peer = join()
+    peer.count("members", 1)
+    with pytest.raises(TransferAbortedError, match=r"^gloo: connection refused$"):
+        session_route("broadcast").sender(join(), Ring(torch.zeros(8, dtype=torch.uint8)))
+    with pytest.raises(TransferAbortedError, match=r"^gloo: connection refused$"):
+        peer.wait(lambda: False, "waiting for nothing")
+
+
+def test_a_lost_connection_to_the_store_is_nobodys_fault() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    session = Session(Rendezvous("127.0.0.1", store.port, "weights", num_receivers=1), PATIENCE_S)
+    del store
+    for use in (lambda: session.count("members", 1), lambda: session.wait(lambda: False, "waiting for nothing")):
+        with pytest.raises(TransferAbortedError, match="the session's store cannot be reached"):
+            use()
 
 
 def test_the_object_store_keeps_every_bucket_and_a_fetch_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from ray.exceptions import RayActorError
 
 from actors.control import NAMESPACE, control_name
 from jobs.scale import scale
-from rlhf.errors import ClusterError, ConfigError, DeadlineError, RlhfError
+from rlhf.errors import ClusterError, ConfigError, DeadlineError, PlacementError, RlhfError
 from tests.fake_ray import IN_FLIGHT, Clock, FakeActor, FakeRay
 
 
@@ -86,6 +86,13 @@ def test_it_gives_up_at_its_deadline_and_says_how_many_serve(run: FakeRun) -> No
     assert run.left == 1
 
 
+def test_it_waits_no_longer_when_the_run_has_given_them_up(run: FakeRun) -> None:
+    run.control.answers["look"] = (STARTING, {"default": 1, "small": 1})
+    with pytest.raises(PlacementError, match=r"^run mine: it now wants 1 default worker\(s\), not 2; what it prints"):
+        run.scale(2)
+    assert run.clock.now_s == 1000 and run.left == 1
+
+
 def test_it_need_not_wait_and_need_not_change_anything(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     run.shows(STARTING)
     run.scale(2, timeout_s=0)
@@ -101,7 +108,8 @@ def test_it_need_not_wait_and_need_not_change_anything(run: FakeRun, capsys: pyt
     ("answer", "error", "said"),
     [
         (ConfigError("--kind=big: this run has default"), ConfigError, "--kind=big: this run has default"),
-        (RayActorError(), ClusterError, "the run has ended"),
+        (ConfigError("--rollout-workers=9: room for 2"), ConfigError, "--rollout-workers=9: room for 2"),
+        (RayActorError(), ClusterError, "the run has ended, or .* try again$"),
         (IN_FLIGHT, DeadlineError, "the run did not answer within 30 s"),
         (ValueError("odd"), ValueError, "the traceback"),
     ],

@@ -2,15 +2,18 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
 from actors.rollouts.engine import Request
+from actors.rollouts.factory import WorkerFactory
 from actors.rollouts.scheduler import State
 from actors.rollouts.supervisor import Accepted, Supervisor
 from rlhf.errors import ActorError, DeadlineError
+from rlhf.planning.topology import plan_topology
 from rlhf.recipes import load_config
 from tests.clock import Clock
 from tests.fake_ray import IN_FLIGHT, FakeActor, FakeFactory, FakeRay, completion
@@ -40,7 +43,7 @@ class Crew:
         return [accepted for ref, worker_id in ended for accepted in self.supervisor.hear(worker_id, ref)]
 
     def reconcile(self, asleep: bool = False) -> None:
-        self.supervisor.reconcile(asleep=asleep)
+        self.supervisor.reconcile(asleep=asleep, may_start=not asleep)
 
     def come_up(self) -> None:
         """Missing workers are started, and those that are up serve."""
@@ -48,6 +51,12 @@ class Crew:
         self.hear()
         for worker in self.scheduler.in_state(State.SYNCING):
             self.supervisor.admit(worker.id)
+
+    def sample_something(self) -> None:
+        """Every worker that runs proves that it can."""
+        for worker_id in self.running():
+            self.actors[worker_id].report(completion("999.0"))
+        self.hear()
 
     def die(self, worker_id: int) -> None:
         self.actors[worker_id].end("collect", ActorDiedError())
@@ -83,7 +92,7 @@ def crew(monkeypatch: pytest.MonkeyPatch) -> MakeCrew:
 # Starting
 
 
-def test_starts_that_fail_are_spaced_out_and_a_worker_that_served_is_replaced_at_once(crew: MakeCrew) -> None:
+def test_starts_that_fail_are_spaced_out_and_a_worker_that_sampled_is_replaced_at_once(crew: MakeCrew) -> None:
     pool = crew("rollout.max_failures=10")
     pool.factory.answers["start"] = ValueError("no such model")
     pool.supervisor.launch()
@@ -94,6 +103,7 @@ def test_starts_that_fail_are_spaced_out_and_a_worker_that_served_is_replaced_at
     assert gaps == [2, 4, 8, 16, 32, 60, 60]
     pool.actors[-1].calls[0].answer = "10.0.0.1"  # this one comes up
     pool.come_up()
+    pool.sample_something()
     pool.die(pool.running()[0])
     assert pool.seconds_to_next_launch() == 0
     pool.hear()
@@ -109,31 +119,93 @@ def test_the_run_ends_when_too_many_starts_in_a_row_have_failed(crew: MakeCrew) 
         pool.seconds_to_next_launch()
         pool.hear()
 
-    def die_before_serving() -> None:
+    def die_before_sampling() -> None:
         pool.factory.answers["start"] = started
         pool.seconds_to_next_launch()
-        pool.hear()
+        pool.come_up()
         pool.die(pool.running()[0])
 
     start_in_vain()
-    die_before_serving()
+    die_before_sampling()
     pool.factory.answers["start"] = started
     pool.seconds_to_next_launch()
     pool.come_up()
+    pool.sample_something()
     pool.die(pool.running()[0])
-    die_before_serving()
+    die_before_sampling()
     start_in_vain()
     with pytest.raises(ActorError) as caught:
         start_in_vain()
     assert str(caught.value).startswith(
-        "rollout pool: 3 workers in a row failed before they could serve (rollout.max_failures); the last: "
-        "rollout[5] on ?: starting raised ValueError: no such model"
+        "rollout pool: of default workers 3 in a row failed before they sampled anything (rollout.max_failures); the "
+        "last: rollout[5] on ?: starting raised ValueError: no such model"
     )
     assert pool.supervisor.num_replaced == len(pool.notes) == 6
     assert pool.notes[0] == (
         "rollout pool: replacing a worker: rollout[0] on ?: starting raised ValueError: no such model"
     )
     assert pool.factory.ended == [0, 1, 2, 3, 4, 5]
+
+
+def test_what_fails_again_and_again_beside_a_healthy_worker_is_given_up(crew: MakeCrew) -> None:
+    pool = crew("rollout.num_workers=2", "rollout.max_failures=3")
+    pool.come_up()
+    pool.sample_something()
+    started, pool.factory.answers["start"] = pool.factory.answers["start"], ValueError("a broken GPU")
+    pool.die(1)
+    gaps = []
+    for _ in range(3):
+        gaps.append(pool.seconds_to_next_launch())
+        pool.scheduler.suspend(0)  # a publish to the healthy one changes nothing
+        pool.supervisor.admit(0)
+        pool.hear()
+    assert gaps == [0, 2, 4]
+    assert pool.notes[-1] == (
+        "rollout pool: 2 -> 1 default worker(s): 3 in a row failed before they sampled anything (rollout.max_failures)"
+    )
+    pool.clock.now_s += 200
+    pool.reconcile()
+    assert pool.running() == [0]
+    pool.supervisor.targets["default"] = 2  # asked for again
+    assert pool.seconds_to_next_launch() == 0
+    pool.hear()
+    assert pool.supervisor.targets == {"default": 2}, "counted anew"
+    pool.factory.answers["start"] = started
+    pool.seconds_to_next_launch()
+    pool.hear()
+    assert pool.running() == [0, 6]
+
+
+def test_failures_of_workers_that_were_there_together_count_once(crew: MakeCrew) -> None:
+    pool = crew("rollout.max_failures=2")
+    pool.come_up()
+    pool.factory.answers["start"] = ValueError("the node left")
+    pool.supervisor.targets["default"] = 4
+    pool.reconcile()
+    pool.hear()
+    assert len(pool.notes) == 3 and pool.supervisor.targets == {"default": 4}
+    assert pool.seconds_to_next_launch() == 2
+    pool.hear()
+    assert len(pool.actors) == 1 + 3 + 3 and pool.supervisor.targets["default"] < 4
+
+
+def test_one_kind_that_fails_does_not_hold_up_another(crew: MakeCrew) -> None:
+    pool = crew("rollout.max_failures=2", "rollout.extra_kinds={big: {num_workers: 1}}")
+    pool.come_up()
+    pool.sample_something()
+    started, pool.factory.answers["start"] = pool.factory.answers["start"], ValueError("no such GPU")
+    pool.die(1)
+    pool.reconcile()
+    pool.hear()
+    pool.factory.answers["start"] = started
+    pool.die(0)
+    pool.come_up()
+    assert pool.factory.kinds == ["default", "big", "big", "default"], "big waits before it is tried again"
+    pool.sample_something()
+    pool.factory.answers["start"] = ValueError("no such GPU")
+    assert pool.seconds_to_next_launch() == 2
+    pool.hear()
+    assert pool.supervisor.targets == {"default": 1, "big": 0}, "that the other kind serves changes nothing"
 
 
 def test_what_keeps_the_first_workers_from_starting_is_told(crew: MakeCrew) -> None:
@@ -157,6 +229,7 @@ def test_every_kind_has_its_number_and_its_settings(crew: MakeCrew) -> None:
     pool.come_up()
     assert pool.factory.kinds == ["default", "default", "big"]
     assert [worker.capacity for worker in pool.scheduler.workers.values()] == [64, 64, 7]
+    pool.sample_something()
     pool.die(2)
     pool.come_up()
     pool.supervisor.targets["default"] = 3
@@ -179,6 +252,7 @@ def test_every_kind_has_its_number_and_its_settings(crew: MakeCrew) -> None:
 def test_an_engine_that_stands_still_behind_a_live_actor_is_replaced(crew: MakeCrew) -> None:
     pool = crew("rollout.num_workers=2")
     pool.come_up()
+    pool.sample_something()
     stuck, busy = pool.actors
     for silent_s in (SILENCE_S - 1, SILENCE_S + 199, 2 * SILENCE_S):
         pool.clock.now_s += 0 if silent_s < SILENCE_S else 200
@@ -225,6 +299,33 @@ def test_a_start_may_take_its_time_once_the_worker_has_a_place(crew: MakeCrew) -
     pool.clock.now_s += 2
     pool.reconcile()
     assert pool.notes == ["rollout pool: replacing a worker: rollout[0] on ?: silent for 900 s (timeouts.start_s)"]
+
+
+def test_a_pool_that_sizes_itself_gives_up_waiting_for_room(crew: MakeCrew) -> None:
+    pool = crew("rollout.autoscale={min: 2, max: 4}", "rollout.num_workers=2", "placement.timeout_s=60")
+    pool.come_up()
+    pool.sample_something()
+    pool.factory.placed = False
+    pool.factory.answers["start"] = IN_FLIGHT
+    pool.supervisor.targets["default"] = 3
+    for seconds in (0, 60, 1):
+        pool.clock.now_s += seconds
+        for actor in pool.actors[:2]:
+            actor.report()
+        pool.hear()
+        assert not pool.notes
+        pool.reconcile()
+    assert pool.notes == [
+        "rollout pool: 3 -> 2 default worker(s): the cluster has had no room for another in 60 s (placement.timeout_s)"
+    ]
+    assert pool.running() == [0, 1] and pool.supervisor.num_replaced == 0
+    pool.die(1)
+    for _ in range(3):
+        pool.clock.now_s += 100
+        pool.actors[0].report()
+        pool.hear()
+        pool.reconcile()
+    assert pool.running() == [0, 3] and pool.supervisor.targets["default"] == 2, "rollout.autoscale.min is waited for"
 
 
 # Work
@@ -294,6 +395,7 @@ def test_of_two_workers_with_the_same_group_the_slower_drops_it(crew: MakeCrew) 
 def test_a_worker_that_dies_leaves_its_work_to_others(crew: MakeCrew) -> None:
     pool = crew("rollout.num_workers=2")
     pool.come_up()
+    pool.sample_something()
     group = pool.give()
     stale = pool.supervisor.refs()
     pool.die(0)
@@ -309,6 +411,7 @@ def test_a_worker_that_dies_leaves_its_work_to_others(crew: MakeCrew) -> None:
 def test_the_run_ends_when_workers_in_a_row_die_of_the_same_prompt(crew: MakeCrew) -> None:
     pool = crew("rollout.max_failures=2")
     pool.come_up()
+    pool.sample_something()
     pool.give(prompt_id=7)
     pool.die(0)
     pool.come_up()
@@ -399,6 +502,30 @@ def test_a_worker_that_is_not_needed_any_more_finishes_what_it_holds(crew: MakeC
     assert len(pool.hear()) == 2
     pool.reconcile()
     assert pool.running() == [0] and not pool.notes
+
+
+@pytest.mark.parametrize(("mode", "places"), [("colocate", 2), ("separate", None)])
+def test_workers_on_shared_gpus_have_the_places_that_were_planned(mode: str, places: int | None) -> None:
+    config = load_config(RECIPE, [f"placement.mode={mode}", "learner.num_ranks=2", "rollout.num_workers=2"])
+    unused: Any = None
+    factory = WorkerFactory(config, plan_topology(config, "cpu"), unused, unused, unused, unused)
+    assert factory.num_places == places
+
+
+def test_a_draining_worker_keeps_its_place_until_it_ends(crew: MakeCrew) -> None:
+    pool = crew("rollout.num_workers=2")
+    pool.factory.num_places = 2
+    pool.come_up()
+    for _ in range(2):
+        pool.give()
+    for target in (1, 2):
+        pool.supervisor.targets["default"] = target
+        pool.reconcile()
+    assert pool.running() == [0, 1] and pool.scheduler.workers[1].state is State.DRAINING
+    pool.actors[1].report(completion("1.0"), completion("1.1"))
+    pool.hear()
+    pool.reconcile()
+    assert pool.running() == [0, 2]
 
 
 def test_nobody_is_started_while_the_pool_sleeps(crew: MakeCrew) -> None:
