@@ -326,7 +326,7 @@ class Engine:
             ) from error
 
     def load(self, directory: str) -> None:
-        """Reads what ``save`` wrote on any number of ranks at any ZeRO stage. Raises CheckpointError if it does not fit.
+        """Reads what ``save`` wrote, on any number of ranks at any ZeRO stage. Raises CheckpointError if it cannot.
 
         Learning rate, schedule, weight decay and gradient clip stay this engine's own, although DeepSpeed restores
         those of the engine that saved.

@@ -9,7 +9,7 @@ from tests.ranks import Ranks
 
 WarmRanks = Callable[[int], Ranks]
 
-# Run by every rank; argv is the model, a directory, and a ZeRO stage with its numbers: '1 bfloat16 summed in float32'.
+# Run by every rank; argv is the model, a directory, and a ZeRO stage with its numbers; 'summed' is in float32.
 PRELUDE = """
 import sys, torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from rlhf.training.engine import Engine, deepspeed_config
 from tests.gathered import gathered_state_dict
 
 model, out = sys.argv[1], Path(sys.argv[2])
-stage, numbers, *summed = sys.argv[3].split()
+stage, numbers, *summed = sys.argv[3].split(",")
 stage = int(stage)
 cpu, dtype = torch.device("cpu"), getattr(torch, numbers)
 RANK, RANKS = dist.get_rank(), dist.get_world_size()
@@ -120,16 +120,16 @@ check_same(found, after[0])
 @pytest.mark.parametrize(
     ("here", "num_ranks", "there"),
     [
-        ("3 float32", 1, "1 float32"),
-        ("3 float32", 3, "3 float32"),
-        ("3 float32", 2, "2 float32"),
-        ("2 float32", 1, "0 float32"),
-        ("1 float32", 3, "2 float32"),
-        ("0 float32", 3, "3 float32"),
-        ("3 bfloat16", 3, "2 bfloat16"),
-        ("1 bfloat16 summed in float32", 3, "3 bfloat16 summed in float32"),
-        ("2 bfloat16", 1, "1 bfloat16 summed in float32"),
-        ("1 bfloat16", 2, "1 bfloat16 summed in float32"),
+        ("3,float32", 1, "1,float32"),
+        ("3,float32", 3, "3,float32"),
+        ("3,float32", 2, "2,float32"),
+        ("2,float32", 1, "0,float32"),
+        ("1,float32", 3, "2,float32"),
+        ("0,float32", 3, "3,float32"),
+        ("3,bfloat16", 3, "2,bfloat16"),
+        ("1,bfloat16,summed", 3, "3,bfloat16,summed"),
+        ("2,bfloat16", 1, "1,bfloat16,summed"),
+        ("1,bfloat16", 2, "1,bfloat16,summed"),
     ],
 )
 def test_two_ranks_go_on_elsewhere_and_come_back(
@@ -154,9 +154,9 @@ else:
 
 
 def test_what_cannot_be_loaded_is_refused(ranks: WarmRanks, tiny_model_dir: Path, tmp_path: Path) -> None:
-    ranks(2).run(PRELUDE + SAVES, tiny_model_dir, tmp_path, "2 bfloat16")
+    ranks(2).run(PRELUDE + SAVES, tiny_model_dir, tmp_path, "2,bfloat16")
     message = r"at zero_stage=2 and cannot be loaded at 0: .* bfloat16 .*; resume with learner\.zero_stage=2$"
-    ranks(1).run(PRELUDE + IS_REFUSED, tiny_model_dir, tmp_path, "0 bfloat16", message)
+    ranks(1).run(PRELUDE + IS_REFUSED, tiny_model_dir, tmp_path, "0,bfloat16", message)
     next(tmp_path.glob("before/engine/*rank_1_*optim_states.pt")).unlink()
     message = "does not load into 1 ranks .* 1 files of optimizer state where 2 ranks wrote"
-    ranks(1).run(PRELUDE + IS_REFUSED, tiny_model_dir, tmp_path, "1 bfloat16", message)
+    ranks(1).run(PRELUDE + IS_REFUSED, tiny_model_dir, tmp_path, "1,bfloat16", message)
