@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import ray
 
+from actors import stacks
 from actors.connect import resolve_device
 from actors.control import RunControl
 from actors.environment import actor_env
@@ -43,6 +44,7 @@ class ActorCluster:
     def __init__(self, config: Any) -> None:
         """``config``: Config or RewardTrainingConfig."""
         self._config = config
+        stacks.keep_in(config.run_dir)
         self.device = resolve_device(config)
         config.model.require_device(self.device)
         self.topology: Topology = plan_topology(config, self.device)

@@ -4,11 +4,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
+from actors import stacks
 from rlhf.errors import ActorError, DeadlineError, RlhfError, RoleLostError
 
 T = TypeVar("T")
@@ -78,7 +79,7 @@ class Call(Generic[T]):
         for error in self.failed.values():
             raise self._cause_of(error) from None
         if self._pending:
-            raise self._late(self._pending.values())
+            raise self._late(self._pending.values(), stacks.kept(self._pending.values()))
         return self._fold([self.answers[member] for member in self._members])
 
     def _cause_of(self, error: RlhfError) -> RlhfError:
@@ -112,7 +113,10 @@ class Call(Generic[T]):
 
     def give_up(self) -> None:
         """Counts members that have not answered as failed."""
-        self.failed |= {member: self._late([member]) for member in self._pending.values()}
+        if not self._pending:
+            return
+        where = stacks.kept(self._pending.values())
+        self.failed |= {member: self._late([member], where) for member in self._pending.values()}
         self._pending.clear()
 
     def __or__(self, other: "Call[Any]") -> "Call[T]":
@@ -123,10 +127,10 @@ class Call(Generic[T]):
         both.answers, both.failed = self.answers | other.answers, self.failed | other.failed
         return both
 
-    def _late(self, members: Iterable[Member]) -> DeadlineError:
+    def _late(self, members: Iterable[Member], where: str) -> DeadlineError:
         return DeadlineError(
             f"{', '.join(map(str, members))}: still busy with {self._doing} after {self._deadline.seconds:g} s; raise "
-            f"{self._deadline.key} if that is normal"
+            f"{self._deadline.key} if that is normal; {where}"
         )
 
 
@@ -226,6 +230,10 @@ class RankActor:
     """What each of our actors can report about itself."""
 
     concurrent_calls: ClassVar[int] = 1  # per actor; more than one makes it threaded
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:  # not __init__, which subclasses have without calling this one
+        stacks.answer_as_actor()
+        return super().__new__(cls)
 
     def node(self) -> str:
         """The IP address of the node it runs on."""

@@ -14,6 +14,7 @@ import pytest
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
+from actors import stacks
 from actors.rollouts.engine import Completion
 from actors.rollouts.engine_loop import Report
 from actors.rollouts.factory import Launch
@@ -94,6 +95,7 @@ class FakeRay:
         monkeypatch.setattr(ray, "wait", self.wait)
         monkeypatch.setattr(ray, "get", self.get)
         monkeypatch.setattr(ray, "put", lambda value: value)
+        monkeypatch.setattr(stacks, "kept", lambda members: f"stacks of {', '.join(map(str, members))}")
 
     def actor(self, **answers: Any) -> FakeActor:
         return FakeActor(self._changed, answers)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from actors import stacks
 from actors.control import RunControl, no_room
 from actors.group import Deadline, Member, wait_for_some
 from actors.rollouts.autoscale import Autoscaler, LoadMeter
@@ -164,7 +165,8 @@ class RolloutPool:
                     if left <= 0:
                         raise DeadlineError(
                             f"rollout pool: no group finished within {self._timeouts.generate_s:g} s "
-                            f"({self._describe()}); raise timeouts.generate_s, or lower rollout.max_completion_tokens"
+                            f"({self._describe()}); raise timeouts.generate_s, or lower rollout.max_completion_tokens; "
+                            f"{stacks.kept(self.members())}"
                         )
                     self._lock.wait(left)
             finally:

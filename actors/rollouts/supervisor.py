@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from actors import stacks
 from actors.group import ActorGroup, Deadline, Member, fetch
 from actors.rollouts.engine import Completion, Request, request_key
 from actors.rollouts.engine_loop import Report
@@ -84,7 +85,7 @@ class Supervisor:
             if not ready:
                 raise DeadlineError(
                     f"{process.member}: not up after {self._timeouts.start_s:g} s; raise timeouts.start_s if that is "
-                    "normal"
+                    f"normal; {stacks.kept([process.member])}"
                 )
             self._started(worker_id)
 
@@ -196,7 +197,9 @@ class Supervisor:
             key = "start_s" if starting else "worker_silence_s"
             limit_s = getattr(self._timeouts, key)
             if now - process.waiting_since > limit_s:
-                self.fail(worker.id, DeadlineError(f"{process.member}: silent for {limit_s:g} s (timeouts.{key})"))
+                where = stacks.kept([process.member])
+                late = f"{process.member}: silent for {limit_s:g} s (timeouts.{key}); {where}"
+                self.fail(worker.id, DeadlineError(late))
 
     def _await_place(self, worker: Worker, process: Process) -> None:
         """A worker may wait for room in the cluster as long as that takes, but not where the pool sizes itself."""

@@ -2,7 +2,8 @@
 
 We name the class instead of leaving the choice to vLLM, which within a placement group would choose its Ray executor
 and request resources that the worker already holds. The class is pickled with the arguments of every process of the
-engine: each imports this module first, and from then on ends with the process that started it.
+engine: each imports this module first, and from then on ends with the process that started it and can be asked for its
+stacks.
 """
 
 import multiprocessing
@@ -11,6 +12,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from rlhf.processes import end_with_parent
+from rlhf.stacks import answer_signals
 
 
 class OneProcess(UniProcExecutor):
@@ -24,3 +26,4 @@ class TensorParallel(MultiprocExecutor):
 if (parent := multiprocessing.parent_process()) is not None:  # one of vLLM's own processes, not the worker itself
     assert parent.pid is not None
     end_with_parent(parent.pid)
+    answer_signals()

@@ -21,6 +21,7 @@ from typing import Any
 from rlhf.errors import DeadlineError, RewardError
 from rlhf.processes import end_with_parent
 from rlhf.rewards.loading import RewardFunction, resolve
+from rlhf.stacks import answer_signals
 
 # Not multiprocessing: its children import the main module again, and may not have processes of their own.
 COMMAND = (
@@ -185,6 +186,7 @@ def serve(pipe: int, parent: int) -> None:
     """The child: loads the functions that the first message names, then calls them on request until the pipe closes."""
     end_with_parent(parent)
     heed_sigterm_in_children()
+    answer_signals()
     os.set_inheritable(pipe, False)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # it will be killed: nothing may remain in a buffer

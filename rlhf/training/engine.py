@@ -24,6 +24,7 @@ from rlhf.models.packed import PackedModel
 from rlhf.models.probe import check_packing
 from rlhf.training.export import export
 from rlhf.training.parking import Parking
+from rlhf.training.resharding import Layout, LiveState, SavedState
 
 LossFn = Callable[[Any, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
 """(model output, its micro-batch on the same device) -> (loss, stats): sums over the micro-batch, which are added over
@@ -322,7 +323,7 @@ class Engine:
             return self._writer.finish(wait=wait)
 
     def load(self, directory: str) -> None:
-        """Reads what ``save`` wrote. Raises CheckpointError if it does not fit.
+        """Reads what ``save`` wrote, on any number of ranks at any ZeRO stage. Raises CheckpointError if it cannot.
 
         Learning rate, schedule, weight decay and gradient clip stay this engine's own, although DeepSpeed restores
         those of the engine that saved.
@@ -330,16 +331,30 @@ class Engine:
         if not Path(directory, "engine").is_dir():
             raise CheckpointError(f"{directory}: holds no engine checkpoint; delete it or set checkpoint.resume=none")
         try:
-            _, client_state = self.engine.load_checkpoint(directory, tag="engine")
+            saved = SavedState(Path(directory, "engine"))
+            if saved.layout == self._layout:
+                _, client_state = self.engine.load_checkpoint(directory, tag="engine")
+            else:
+                LiveState(self.engine, self._optimizer, self._layout).load(saved)
+                client_state = saved.common
+        except CheckpointError:
+            raise
         except Exception as error:  # DeepSpeed raises whatever its loader raises
             raise CheckpointError(
                 f"{directory}: does not load into {self.world_size} ranks at learner.zero_stage="
                 f"{self.config.zero_stage} ({type(error).__name__}: {' '.join(str(error).split())[:200]}); "
-                "resume with the learner.num_ranks, zero_stage, model.dtype and kind of device that wrote it"
+                "resume with the model.dtype and kind of device that wrote it, or from another checkpoint"
             ) from error
         assert client_state is not None
         torch.set_rng_state(client_state["rng"])
         self._apply_settings()
+
+    @property
+    def _layout(self) -> Layout:
+        from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+        padded = isinstance(self.engine.optimizer, BF16_Optimizer)
+        return Layout.of(self.config.zero_stage, self.world_size, padded=padded)
 
     def _apply_settings(self) -> None:
         """Applies settings that may differ from those of the run that saved; if none does, no bit changes."""

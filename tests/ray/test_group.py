@@ -1,10 +1,12 @@
 """Calls to several actors at once: all answers or the first failure, or whoever answers in time."""
 
 import time
+from pathlib import Path
 
 import pytest
 import ray
 
+from actors import stacks
 from actors.group import ActorGroup, Deadline, RankActor
 from rlhf.errors import ActorError, DeadlineError
 
@@ -55,8 +57,9 @@ def test_a_running_deadline_is_shared_and_halved() -> None:
     assert deadline.half().seconds == pytest.approx(5, abs=0.1)
 
 
-def test_gathering_goes_on_without_those_that_fail_or_are_late(group: ActorGroup) -> None:
+def test_gathering_goes_on_without_those_that_fail_or_are_late(group: ActorGroup, tmp_path: Path) -> None:
     """The last: it leaves a worker busy."""
+    stacks.keep_in(str(tmp_path))
     answers, failed = act(group, "a", "raise", "hang", seconds=2.0).gather()
     first, second, third = group.members
     assert answers == {first: "a"}
@@ -64,3 +67,6 @@ def test_gathering_goes_on_without_those_that_fail_or_are_late(group: ActorGroup
     late = r"worker\[2\] on .*: still busy with acting after 2 s; raise timeouts.score_s if that is normal"
     with pytest.raises(DeadlineError, match=late):
         raise failed[third]
+    (file,) = tmp_path.iterdir()
+    assert str(failed[third]).endswith(f"; stacks: {file}")
+    assert file.read_text().startswith(f"==== {third}\nprocess ") and "in act\n" in file.read_text()

@@ -93,11 +93,13 @@ def test_what_may_change_is_told_in_one_line(build: Any, tiny_tokenizer: Any, mo
     assert resumed(old, old, tiny_tokenizer) == "resuming from runs/x/checkpoints/step-000109 (of 300)"
     new = build(
         *("num_steps=5000", "learner.optimizer.learning_rate=5e-7", "rollout.autoscale={max: 4}", "rollout.stop=[END]"),
+        *("learner.num_ranks=4", "learner.zero_stage=1", "rollout.num_workers=3"),
         "checkpoint.resume=runs/x/checkpoints/step-000109",
     )
     assert resumed(old, new, tiny_tokenizer) == (
         "resuming from runs/x/checkpoints/step-000109 (of 300); changed: num_steps 300 -> 5000, "
-        'learner.optimizer.learning_rate 1e-06 -> 5e-07, rollout.stop [] -> ["END"], rollout.autoscale.min unset -> 1, '
+        "learner.num_ranks 2 -> 4, learner.zero_stage 3 -> 1, learner.optimizer.learning_rate 1e-06 -> 5e-07, "
+        'rollout.num_workers 1 -> 3, rollout.stop [] -> ["END"], rollout.autoscale.min unset -> 1, '
         "rollout.autoscale.max unset -> 4, rollout.autoscale.wait_fraction unset -> 0.25, "
         "rollout.autoscale.idle_fraction unset -> 0.5, rollout.autoscale.patience_steps unset -> 3"
     )
@@ -113,8 +115,8 @@ def test_what_may_change_is_told_in_one_line(build: Any, tiny_tokenizer: Any, mo
         ("algorithm.num_minibatches=2", "algorithm.num_minibatches 1 -> 2"),
         ("learner.optimizer.betas=[0.9, 0.99]", "learner.optimizer.betas [0.9, 0.95] -> [0.9, 0.99]"),
         (
-            "learner.num_ranks=3",
-            "learner.num_ranks 2 -> 3 (DeepSpeed loads only what was saved with the same ranks, ZeRO stage",
+            "learner.offload_optimizer=true",
+            "learner.offload_optimizer false -> true (the optimizer for offloaded state keeps it in a form of its own)",
         ),
         ("data.shuffle=false", "data.shuffle true -> false"),
     ],

@@ -218,7 +218,9 @@ def test_what_keeps_the_first_workers_from_starting_is_told(crew: MakeCrew) -> N
     pool.supervisor.launch()
     pool.actors[1].calls[0].answer = IN_FLIGHT
     began = pool.clock.now_s
-    with pytest.raises(DeadlineError, match=r"^rollout\[1\] on \?: not up after 900 s; raise timeouts.start_s"):
+    with pytest.raises(
+        DeadlineError, match=r"^rollout\[1\] on \?: not up after 900 s; raise timeouts.start_s.*; stacks"
+    ):
         pool.supervisor.await_started()
     assert pool.clock.now_s - began == 900
 
@@ -262,7 +264,8 @@ def test_an_engine_that_stands_still_behind_a_live_actor_is_replaced(crew: MakeC
         assert not pool.notes
         pool.reconcile()
     assert pool.notes == [
-        "rollout pool: replacing a worker: rollout[0] on 10.0.0.1: silent for 300 s (timeouts.worker_silence_s)"
+        "rollout pool: replacing a worker: rollout[0] on 10.0.0.1: silent for 300 s (timeouts.worker_silence_s); "
+        "stacks of rollout[0] on 10.0.0.1"
     ]
     assert pool.factory.ended == [0] and len(pool.actors) == 3, "another is on its way"
 
@@ -298,7 +301,10 @@ def test_a_start_may_take_its_time_once_the_worker_has_a_place(crew: MakeCrew) -
     assert not pool.notes
     pool.clock.now_s += 2
     pool.reconcile()
-    assert pool.notes == ["rollout pool: replacing a worker: rollout[0] on ?: silent for 900 s (timeouts.start_s)"]
+    assert pool.notes == [
+        "rollout pool: replacing a worker: rollout[0] on ?: silent for 900 s (timeouts.start_s); "
+        "stacks of rollout[0] on ?"
+    ]
 
 
 def test_a_pool_that_sizes_itself_gives_up_waiting_for_room(crew: MakeCrew) -> None:
