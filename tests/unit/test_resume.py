@@ -160,8 +160,11 @@ def test_the_user_s_own_objective_is_kept_and_a_changed_file_is_told(
     assert f"algorithm.loss null -> {file}:loss (" in message
 
 
-def test_a_checkpoint_from_before_a_key_that_is_not_used_is_taken(build: Any, tiny_tokenizer: Any) -> None:
-    now = described(build(), tiny_tokenizer)
+def test_a_checkpoint_from_before_a_key_that_is_not_used_is_taken(
+    build: Any, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    now = described(build(f"reward.functions=[{{path: {tmp_path / 'mine.py'}:reward}}]"), tiny_tokenizer)
     old = json.loads(json.dumps(now))
     del old["config"]["algorithm"]["loss"], old["sources"]
     assert "changed" not in check_resume(DIRECTORY, old, now)
@@ -170,6 +173,9 @@ def test_a_checkpoint_from_before_a_key_that_is_not_used_is_taken(build: Any, ti
 def test_all_differences_are_named_at_once(build: Any, tiny_tokenizer: Any) -> None:
     message = refusal(build(), build("seed=1", "algorithm.group_size=4"), tiny_tokenizer)
     assert "seed 0 -> 1 (" in message and "algorithm.group_size 8 -> 4 (" in message
+    assert "batches of that size); restore the old values" in message, "nothing else changed"
+    message = refusal(build(), build("seed=1", "num_steps=7", "rollout.top_k=3"), tiny_tokenizer)
+    assert "; also changed: num_steps 25 -> 7, rollout.top_k -1 -> 3; restore the old values" in message
 
 
 def test_a_critic_s_settings_matter_where_there_is_one(build: Any, tiny_tokenizer: Any) -> None:
@@ -187,6 +193,12 @@ def test_a_critic_of_another_shape_is_another_run_s(
     (other / "config.json").write_text(json.dumps(shape | {"rope_theta": 5.0}))
     old, new = build(recipe="ppo_tiny"), build(f"critic.path={other}", recipe="ppo_tiny")
     assert "(config.json of critic.path)" in refusal(old, new, tiny_tokenizer)
+    whole = described(old, tiny_tokenizer)
+    without = described(old, tiny_tokenizer)
+    critic = without["fingerprints"].pop("critic")
+    for one, other, change in ((whole, without, f"{critic} -> unset"), (without, whole, f"unset -> {critic}")):
+        with pytest.raises(CheckpointError, match=rf": critic {change} \(config\.json of critic\.path\); restore"):
+            check_resume(DIRECTORY, one, other)
 
 
 def test_an_adapted_beta_is_the_checkpoint_s(build: Any, tiny_tokenizer: Any) -> None:
