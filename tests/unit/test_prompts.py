@@ -126,6 +126,7 @@ def test_columns_keep_their_types_and_a_missing_value_is_none(
     rows = [{"question": "a", "tests": ["x", 1]}, {"question": "b", "level": 3}]
     prompts = load(write_jsonl(tmp_path / "p.jsonl", rows), tokenizer, prompt_column="question")
     assert [p.columns for p in prompts.all()] == [{"tests": ["x", 1], "level": None}, {"tests": None, "level": 3}]
+    assert prompts.lacking == {"level": 1, "tests": 2}, "the first line without it"
 
 
 def test_blank_lines_and_a_byte_order_mark_are_fine(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
