@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.config import DataConfig
@@ -93,6 +93,8 @@ def test_every_source_gives_the_same_prompts(kind: str, tmp_path: Path, tokenize
     prompts = load(save_as(kind, tmp_path), tokenizer)
     assert [p.text for p in prompts.all()] == [row["prompt"] for row in ROWS]
     assert [p.columns for p in prompts.all()] == [{"answer": row["answer"]} for row in ROWS]
+    assert [p.id for p in prompts.all()] == list(range(6))
+    assert prompts.lacking == {}
     assert prompts.all()[2].messages is None
     assert prompts.all()[2].token_ids == tokenizer("question 2")["input_ids"]
     assert prompts.all()[2].token_ids[0] == tokenizer.bos_token_id
@@ -124,6 +126,7 @@ def test_columns_keep_their_types_and_a_missing_value_is_none(
     rows = [{"question": "a", "tests": ["x", 1]}, {"question": "b", "level": 3}]
     prompts = load(write_jsonl(tmp_path / "p.jsonl", rows), tokenizer, prompt_column="question")
     assert [p.columns for p in prompts.all()] == [{"tests": ["x", 1], "level": None}, {"tests": None, "level": 3}]
+    assert prompts.lacking == {"level": 1, "tests": 2}, "the first line without it"
 
 
 def test_blank_lines_and_a_byte_order_mark_are_fine(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -151,6 +154,8 @@ def test_chats_get_the_template_and_no_second_bos(
     ]
     assert prompt.text == "<bos>system: be brief\nuser: hi\nassistant:"
     assert prompt.token_ids.count(tokenizer.bos_token_id) == 1
+    (doubled,) = load(source, make_tokenizer("<bos>" + TEMPLATE)).all()
+    assert doubled.token_ids.count(tokenizer.bos_token_id) == 2, "a chat's are those of its template, whatever they are"
 
 
 def test_the_system_prompt_is_given_to_chats_that_have_none(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -166,8 +171,9 @@ def test_the_system_prompt_is_given_to_chats_that_have_none(tmp_path: Path, toke
 def test_what_is_for_chats_needs_chats(
     key: str, value: Any, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    message = error_of(ConfigError, save_as("jsonl", tmp_path), tokenizer, **{key: value})
-    assert f"data.{key} needs chat prompts" in message
+    source = save_as("jsonl", tmp_path)
+    message = error_of(ConfigError, source, tokenizer, **{key: value})
+    assert f"data.{key} needs chat prompts, but data.train={source} holds plain strings" in message
     assert "unset it, or make every prompt a list" in message
 
 
@@ -234,11 +240,13 @@ def test_more_rows_than_are_tokenised_at_once(
     monkeypatch.setattr(prompts_module, "TOKENIZE_ROWS", 4)
     found = load(save_as("jsonl", tmp_path), tokenizer)
     assert [ids.tolist() for ids in found.token_ids] == [tokenizer(row["prompt"])["input_ids"] for row in ROWS]
+    assert {ids.dtype for ids in found.token_ids} == {np.dtype(np.int32)}, "the fingerprint is of these bytes"
 
 
 def test_overlong_prompts_are_dropped_with_their_columns(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     prompts = load(overlong_rows(tmp_path), tokenizer, max_prompt_tokens=10)
     assert prompts.texts == ["zzz", "zzzzz"]
+    assert [p.token_ids for p in prompts.all()] == tokenizer(["zzz", "zzzzz"])["input_ids"]
     assert prompts.columns == {"n": [3, 5]}
     assert prompts.report == PromptReport(num_rows=4, num_dropped=2, num_truncated=0, longest=31)
     assert "2 prompts of 4 rows (2 over-long dropped, 0 truncated), the longest had 31 tokens" in prompts.summary()
@@ -251,6 +259,14 @@ def test_truncation_keeps_bos_and_the_last_tokens(tmp_path: Path, tokenizer: Pre
     assert prompts.all()[0].token_ids == tokenizer("789")["input_ids"]
     assert prompts.all()[0].token_ids[0] == tokenizer.bos_token_id
     assert prompts.report == PromptReport(num_rows=2, num_dropped=0, num_truncated=1, longest=11)
+
+
+def test_a_prompt_that_fits_keeps_its_text_though_others_are_truncated(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    source = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "ABCDEF"}, {"prompt": "AB"}, {"prompt": "A"}])
+    prompts = load(source, tokenizer, max_prompt_tokens=3, overlong_prompts="truncate")
+    assert prompts.texts == ["ef", "AB", "A"]
 
 
 @pytest.mark.parametrize(("template", "expected"), [(TEMPLATE, "<bos>assistant:"), (TEMPLATE[5:], "\nassistant:")])
@@ -274,7 +290,9 @@ def test_a_plain_prompt_that_spells_bos_gets_no_second_one(tmp_path: Path, token
 
 
 def test_no_prompt_left_is_an_error(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    message = error_of(DataError, overlong_rows(tmp_path), tokenizer, max_prompt_tokens=2)
+    source = overlong_rows(tmp_path)
+    message = error_of(DataError, source, tokenizer, max_prompt_tokens=2)
+    assert message.startswith(f"data.train={source}: no prompt is left")
     assert "all 4 are longer than data.max_prompt_tokens=2 (the shortest has 4)" in message
     assert "data.overlong_prompts=truncate" in message
 
@@ -349,7 +367,10 @@ def test_bytes_that_are_no_text_are_named(
         source = str(tmp_path / "saved")
         datasets.Dataset(table).save_to_disk(source)
     message = error_of(DataError, source, tokenizer)
-    assert message.startswith(f"data.train={source}: row 2: column 'answer' is not valid UTF-8: ")
+    assert message == (
+        f"data.train={source}: row 2: column 'answer' is not valid UTF-8: 'utf-8' codec can't decode byte 0xff in "
+        "position 1: invalid start byte"
+    )
 
 
 def test_what_cannot_be_read(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -398,7 +419,8 @@ def test_a_fingerprint_follows_tokens_their_order_and_where_a_prompt_ends() -> N
         report = PromptReport(len(prompts), 0, 0, 9)
         return PromptSet("s", ["text"] * len(prompts), token_ids, None, {}, report).fingerprint()
 
-    assert of([1, 2], [3]) == of([1, 2], [3])
+    # from hashlib and struct: lengths 2 and 1 as int64, then 1, 2 and 3 as int32; checkpoints hold it
+    assert of([1, 2], [3]) == "4fc021cf0ccf0caa"
     different = [of([1, 2], [3]), of([1, 2], [4]), of([1], [2, 3]), of([3], [1, 2]), of([2, 1], [3]), of([1, 2, 3])]
     assert len(set(different)) == 6
 

@@ -1,5 +1,6 @@
 """What a run may change when it goes on from a checkpoint, what it may not, and that nothing is written before."""
 
+import hashlib
 import json
 import shutil
 import types
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from rlhf.checkpoint import CheckpointStore, read_state
 from rlhf.config import Config
 from rlhf.errors import CheckpointError, ConfigError
 from rlhf.recipes import load_config
-from rlhf.resume import RULES, check_resume, describe_run, rule_of
+from rlhf.resume import RULES, check_resume, describe_run, rule_of, tokenizer_fingerprint
 from rlhf.reward_config import RewardTrainingConfig
 from tests.fakes import save
 
@@ -161,8 +163,11 @@ def test_the_user_s_own_objective_is_kept_and_a_changed_file_is_told(
     assert f"algorithm.loss null -> {file}:loss (" in message
 
 
-def test_a_checkpoint_from_before_a_key_that_is_not_used_is_taken(build: Any, tiny_tokenizer: Any) -> None:
-    now = described(build(), tiny_tokenizer)
+def test_a_checkpoint_from_before_a_key_that_is_not_used_is_taken(
+    build: Any, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    now = described(build(f"reward.functions=[{{path: {tmp_path / 'mine.py'}:reward}}]"), tiny_tokenizer)
     old = json.loads(json.dumps(now))
     del old["config"]["algorithm"]["loss"], old["sources"]
     assert "changed" not in check_resume(DIRECTORY, old, now)
@@ -171,6 +176,9 @@ def test_a_checkpoint_from_before_a_key_that_is_not_used_is_taken(build: Any, ti
 def test_all_differences_are_named_at_once(build: Any, tiny_tokenizer: Any) -> None:
     message = refusal(build(), build("seed=1", "algorithm.group_size=4"), tiny_tokenizer)
     assert "seed 0 -> 1 (" in message and "algorithm.group_size 8 -> 4 (" in message
+    assert "batches of that size); restore the old values" in message, "nothing else changed"
+    message = refusal(build(), build("seed=1", "num_steps=7", "rollout.top_k=3"), tiny_tokenizer)
+    assert "; also changed: num_steps 25 -> 7, rollout.top_k -1 -> 3; restore the old values" in message
 
 
 def test_a_critic_s_settings_matter_where_there_is_one(build: Any, tiny_tokenizer: Any) -> None:
@@ -188,6 +196,12 @@ def test_a_critic_of_another_shape_is_another_run_s(
     (other / "config.json").write_text(json.dumps(shape | {"rope_theta": 5.0}))
     old, new = build(recipe="ppo_tiny"), build(f"critic.path={other}", recipe="ppo_tiny")
     assert "(config.json of critic.path)" in refusal(old, new, tiny_tokenizer)
+    whole = described(old, tiny_tokenizer)
+    without = described(old, tiny_tokenizer)
+    critic = without["fingerprints"].pop("critic")
+    for one, other, change in ((whole, without, f"{critic} -> unset"), (without, whole, f"unset -> {critic}")):
+        with pytest.raises(CheckpointError, match=rf": critic {change} \(config\.json of critic\.path\); restore"):
+            check_resume(DIRECTORY, one, other)
 
 
 def test_an_adapted_beta_is_the_checkpoint_s(build: Any, tiny_tokenizer: Any) -> None:
@@ -245,6 +259,62 @@ def test_tokenizer_and_data_are_compared_by_fingerprint(build: Any, tiny_model_d
     expected = r"data d0 -> d1 \(the prompts.*; also changed: data\.system_prompt null -> Be brief\.; restore"
     with pytest.raises(CheckpointError, match=expected):
         check_resume(DIRECTORY, before, now)
+
+
+class Token:
+    """One of a tokenizer's added tokens, of which only the description counts."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return f"<{self.text}>"
+
+
+def test_a_tokenizer_s_fingerprint_follows_each_of_its_parts() -> None:
+    def of(**parts: Any) -> str:
+        own = {"vocab": {"b": 1, "a": 0}, "added": {2: Token("x")}, "special": {"bos": Token("s")}, "template": "t"}
+        part = own | parts
+        return tokenizer_fingerprint(
+            SimpleNamespace(
+                get_vocab=lambda: part["vocab"],
+                added_tokens_decoder=part["added"],
+                special_tokens_map=part["special"],
+                chat_template=part["template"],
+            )  # type: ignore[arg-type]
+        )
+
+    as_json = '[{"a": 0, "b": 1}, {"2": "<x>"}, {"bos": "<s>"}, "t"]'
+    assert of() == hashlib.sha256(as_json.encode()).hexdigest()[:16], "as the checkpoints of earlier versions have it"
+    others = [
+        of(vocab={"a": 1, "b": 0}),
+        of(added={2: Token("y")}),
+        of(added={3: Token("x")}),
+        of(special={}),
+        of(template=None),
+    ]
+    assert len({of(), *others}) == 6
+
+
+def test_a_model_s_fingerprint_leaves_out_where_it_came_from(
+    build: Any, tiny_tokenizer: Any, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(tiny_model_dir, tmp_path / "other")
+    shape = json.loads((other / "config.json").read_text())
+    config = build(f"model.path={other}")
+    known = described(config, tiny_tokenizer)["fingerprints"]
+    assert len(known["model"]) == 16
+    origin = {"_name_or_path": "a/b", "_commit_hash": "c", "transformers_version": "0"}
+    (other / "config.json").write_text(json.dumps(dict(reversed(list((shape | origin).items())))))
+    assert described(config, tiny_tokenizer)["fingerprints"] == known, "nor does the order of its keys count"
+    (other / "config.json").write_text("{")
+    with pytest.raises(ConfigError) as caught:
+        described(config, tiny_tokenizer)
+    assert str(caught.value).startswith(f"model.path={other}: has no readable config.json (")
+    critic = build(f"critic.path={other}", recipe="ppo_tiny")
+    with pytest.raises(ConfigError) as caught:
+        described(critic, tiny_tokenizer)
+    assert str(caught.value).startswith(f"critic.path={other}: has no readable config.json (")
 
 
 # ---- through the jobs, which stop before Ray starts

@@ -390,6 +390,20 @@ def test_only_sync_functions_have_a_process(module_file: Path) -> None:
     assert {p.pid for p in psutil.Process().children()} <= before
 
 
+def test_the_process_of_sync_functions_has_their_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def judge(completions: Any) -> list[float]:
+        return [0.0 for _ in completions]
+
+    class Process:
+        def __init__(self, functions: Any, *, timeout_s: float, start_timeout_s: float) -> None:
+            given.append(([function.name for function in functions], timeout_s, start_timeout_s))
+
+    given: list[Any] = []
+    monkeypatch.setattr("rlhf.rewards.scoring.FunctionProcess", Process)
+    RewardFunctions([unloaded(judge), *load("even_tokens")], timeout_s=7.0, start_timeout_s=11.0)
+    assert given == [(["even_tokens"], 7.0, 11.0)]
+
+
 def test_a_partial_is_named_after_its_function_and_async_ones_are_found() -> None:
     async def base(completions: Any, bonus: float) -> list[float]:
         return [bonus, bonus]
@@ -444,12 +458,13 @@ def test_an_async_functions_time_begins_when_it_does(monkeypatch: pytest.MonkeyP
         return [0.0, 0.0]
 
     clock = Clock(monkeypatch)
-    group = together(judge, timeout_s=60.0).submit(plain(), ["a", "b"], [[1], [2]])
-    clock.now_s += 25.0
+    groups = [together(judge, timeout_s=60.0).submit(plain(), ["a", "b"], [[1], [2]]) for _ in range(2)]
     monkeypatch.setattr("rlhf.rewards.scoring.wait", wait)
-    with pytest.raises(DeadlineError):
-        group.result()
-    assert given == [35.0]
+    for group, later_s in zip(groups, (25.0, 36.0), strict=True):
+        clock.now_s += later_s
+        with pytest.raises(DeadlineError):
+            group.result()
+    assert given == [35.0, 0.0]
 
 
 def test_what_is_late_is_cancelled() -> None:

@@ -45,6 +45,16 @@ def test_work_is_spread_in_proportion_to_pace() -> None:
     assert counts.count(0) == 30
 
 
+def test_a_group_costs_its_prompt_too_where_paces_differ() -> None:
+    scheduler = live_scheduler(1000, 1000)
+    scheduler.measured(0, 20.0)
+    scheduler.measured(1, 10.0)
+    for prompt_tokens in (30, 0, 90):  # a completion is expected to take 10
+        scheduler.enqueue(prompt_id=0, prompt_tokens=prompt_tokens, num_samples=1)
+    # done after 40/20 or 40/10; (40 + 10)/20 or 10/10; (40 + 100)/20 or (10 + 100)/10
+    assert [a.worker for a in scheduler.dispatch()] == [0, 1, 0]
+
+
 def test_a_worker_is_as_fast_as_its_kind_until_it_has_been_measured() -> None:
     scheduler = Scheduler(expected_completion_tokens=10)
     for kind in ("small", "big", "small", "big", "new"):
