@@ -183,7 +183,7 @@ def test_scaling_while_training(ray_session: None, tiny_model_dir: Path, tmp_pat
         assert "scaled" in unknown.stderr
         train.send_signal(signal.SIGTERM)
         out, _ = train.communicate(timeout=120)
-        assert train.returncode == 130, out
+        assert train.returncode == 143, out
         assert "\nscaled: on the Ray cluster at " in f"\n{out}", out
         assert "1 -> 3 default worker(s): requested by rlhf scale" in out
     finally:
