@@ -51,24 +51,6 @@ def test_two_calls_are_awaited_as_one(group: ActorGroup) -> None:
     assert both.failed.keys() == {group.members[2]}
 
 
-def test_a_running_deadline_is_shared_and_halved() -> None:
-    deadline = Deadline(10, "timeouts.score_s").start()
-    assert deadline.start() is deadline
-    assert deadline.half().left_s == pytest.approx(5, abs=0.1)
-    assert deadline.half().seconds == pytest.approx(5, abs=0.1)
-
-
-def test_gathering_goes_on_without_those_that_fail_or_are_late(group: ActorGroup) -> None:
-    """The last: it leaves a worker busy."""
-    answers, failed = act(group, "a", "raise", "hang", seconds=2.0).gather()
-    first, second, third = group.members
-    assert answers == {first: "a"}
-    assert isinstance(failed[second], ActorError) and isinstance(failed[third], DeadlineError)
-    late = r"worker\[2\] on .*: still busy with acting after 2 s; raise timeouts.score_s if that is normal"
-    with pytest.raises(DeadlineError, match=late):
-        raise failed[third]
-
-
 class Peer(RankActor):
     """A rank of a gloo group of two, for ever in a collective."""
 
@@ -101,3 +83,21 @@ def test_a_rank_that_dies_in_a_collective_is_lost_whatever_the_other_says(ray_se
         with pytest.raises(RoleLostError, match=rf"^learner\[{victim}\] on \S+: died while updating"):
             call.result()
         pair.kill()
+
+
+def test_a_running_deadline_is_shared_and_halved() -> None:
+    deadline = Deadline(10, "timeouts.score_s").start()
+    assert deadline.start() is deadline
+    assert deadline.half().left_s == pytest.approx(5, abs=0.1)
+    assert deadline.half().seconds == pytest.approx(5, abs=0.1)
+
+
+def test_gathering_goes_on_without_those_that_fail_or_are_late(group: ActorGroup) -> None:
+    """The last: it leaves a worker busy."""
+    answers, failed = act(group, "a", "raise", "hang", seconds=2.0).gather()
+    first, second, third = group.members
+    assert answers == {first: "a"}
+    assert isinstance(failed[second], ActorError) and isinstance(failed[third], DeadlineError)
+    late = r"worker\[2\] on .*: still busy with acting after 2 s; raise timeouts.score_s if that is normal"
+    with pytest.raises(DeadlineError, match=late):
+        raise failed[third]
