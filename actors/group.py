@@ -212,11 +212,6 @@ class ActorGroup:
         ]
         return Call(refs, doing, deadline, fold)
 
-    def rotated(self, turn: int) -> "ActorGroup":
-        """The same members, starting with another one."""
-        start = turn % len(self.members)
-        return ActorGroup([*self.members[start:], *self.members[:start]])
-
     def kill(self) -> None:
         for member in self.members:
             ray.kill(member.handle)

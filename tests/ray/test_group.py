@@ -1,5 +1,7 @@
 """Calls to several actors at once: all answers or the first failure, or whoever answers in time."""
 
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import ray
 
 from actors import stacks
 from actors.group import ActorGroup, Deadline, RankActor
-from rlhf.errors import ActorError, DeadlineError
+from rlhf.errors import ActorError, DeadlineError, RoleLostError
 
 pytestmark = pytest.mark.ray
 
@@ -48,6 +50,40 @@ def test_two_calls_are_awaited_as_one(group: ActorGroup) -> None:
     assert not both.wait()
     assert both.answers == dict(zip(group.members[:2], ["a", "b"], strict=True))
     assert both.failed.keys() == {group.members[2]}
+
+
+class Peer(RankActor):
+    """A rank of a gloo group of two, for ever in a collective."""
+
+    def join(self, store: str, rank: int) -> int:
+        import torch.distributed
+
+        torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+        return os.getpid()
+
+    def reduce(self) -> None:
+        import torch.distributed
+
+        tensor = torch.zeros(1 << 16)
+        while True:
+            torch.distributed.all_reduce(tensor)
+
+
+def test_a_rank_that_dies_in_a_collective_is_lost_whatever_the_other_says(ray_session: None, tmp_path: Path) -> None:
+    """Four deaths: the survivor's own error often comes before Ray knows of the death."""
+    deadline = Deadline(120, "timeouts.start_s")
+    handles = [ray.remote(Peer).options(num_cpus=0).remote() for _ in range(8)]
+    for trial in range(4):
+        pair = ActorGroup.locate("learner", handles[2 * trial : 2 * trial + 2], deadline).result()
+        args = [(str(tmp_path / f"store{trial}"), rank) for rank in range(2)]
+        pids = pair.call_each("join", args, deadline=deadline, doing="joining").result()
+        call = pair.call("reduce", deadline=deadline, doing="updating")
+        assert not call.wait(1.0) and not call.failed
+        victim = trial % 2
+        os.kill(pids[victim], signal.SIGKILL)
+        with pytest.raises(RoleLostError, match=rf"^learner\[{victim}\] on \S+: died while updating"):
+            call.result()
+        pair.kill()
 
 
 def test_a_running_deadline_is_shared_and_halved() -> None:

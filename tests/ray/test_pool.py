@@ -232,7 +232,7 @@ def test_a_lost_learner_is_resumed_from_the_last_checkpoint(ray_session: None, t
     summary = train(config)
     assert summary["status"] == "completed"
     assert [step["step"] for step in steps_of(run_dir)] == list(range(1, 9)), "each step once, in the record that stays"
-    assert "restarting from the last checkpoint (1 restart(s) left): learner[" in capfd.readouterr().out
+    assert "restarting from the last checkpoint (0 restart(s) left): learner[" in capfd.readouterr().out
 
 
 def kill_learner_after(run: str, run_dir: Path, steps: int) -> None:

@@ -148,7 +148,7 @@ def test_a_run_that_is_stopped_and_loses_its_learner_ends_like_any_other(
     kill = after_steps(run_dir, at, lambda: os.kill(actor_pids("broken", "RewardLearnerActor")[0], signal.SIGKILL))
     resumed = run(*arguments)
     kill.join()
-    assert "restarting from the last checkpoint (1 restart(s) left): learner[0]" in capfd.readouterr().out
+    assert "restarting from the last checkpoint (0 restart(s) left): learner[0]" in capfd.readouterr().out
     assert resumed["status"] == "completed"
     assert resumed["eval_before"] == expected["eval_before"]
     assert resumed["eval_after"] == expected["eval_after"], "to the last bit, on CPU"

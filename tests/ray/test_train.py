@@ -21,9 +21,9 @@ from actors.cluster import reward_weights
 from actors.group import ActorGroup, Deadline
 from actors.proxies import Replicas, RewardGroup
 from actors.scorers import RewardActor
-from benchmarks.common import python_module
+from benchmarks.common import actor_pids, python_module
 from jobs.train import train
-from rlhf.batch import Prompt, Rollout
+from rlhf.batch import Prompt, Rollout, pack
 from rlhf.errors import ActorError, CheckpointError, ConfigError, DeadlineError, SamplingError
 
 pytestmark = pytest.mark.ray
@@ -228,6 +228,22 @@ def test_a_dead_rank_is_named_at_once(ray_session, tiny_config) -> None:
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ActorError, match=r"reward\[0\] on \S+: died while computing rewards"):
         reward.score([Rollout(Prompt(0, [5], "x"), 0, [6], np.zeros(1, np.int32), "stop")]).result()
+
+
+def test_scorers_that_die_are_replaced_on_the_spot(live) -> None:
+    """And what was sent to the dead is scored by those in their places, as if nothing had happened."""
+    config, _, roles = live
+    rollouts = [Rollout(Prompt(0, [5], "x"), 0, [6, i], np.zeros(2, np.int32), "stop") for i in (7, 8)]
+    batch = pack(rollouts)
+    rewards, (logprobs,) = roles.reward.score(rollouts).result(), roles.reference.score([batch]).result()
+    dead = [pid for actor in ("RewardActor", "ReferenceActor") for pid in actor_pids(config.name, actor)]
+    for pid in dead:
+        os.kill(pid, signal.SIGKILL)
+    again = roles.reward.score(rollouts), roles.reference.score([batch])
+    assert again[0].result().given == rewards.given
+    assert (again[1].result()[0] == logprobs).all()
+    alive = [pid for actor in ("RewardActor", "ReferenceActor") for pid in actor_pids(config.name, actor)]
+    assert len(alive) == len(dead) and not set(alive) & set(dead)
 
 
 def test_a_wait_that_is_too_long_names_who_and_which_key(live) -> None:
