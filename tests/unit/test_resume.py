@@ -171,6 +171,8 @@ def test_a_checkpoint_from_before_a_key_that_is_not_used_is_taken(
     old = json.loads(json.dumps(now))
     del old["config"]["algorithm"]["loss"], old["sources"]
     assert "changed" not in check_resume(DIRECTORY, old, now)
+    del old["config"]["checks"]["probe"]
+    assert "changed: checks.probe unset -> true" in check_resume(DIRECTORY, old, now), "the next key is compared"
 
 
 def test_all_differences_are_named_at_once(build: Any, tiny_tokenizer: Any) -> None:
@@ -184,6 +186,7 @@ def test_all_differences_are_named_at_once(build: Any, tiny_tokenizer: Any) -> N
 def test_a_critic_s_settings_matter_where_there_is_one(build: Any, tiny_tokenizer: Any) -> None:
     betas = "critic.optimizer.betas=[0.8, 0.9]"
     assert "changed" not in resumed(build(), build(betas), tiny_tokenizer)
+    assert "changed: rollout.top_k -1 -> 3" in resumed(build(), build(betas, "rollout.top_k=3"), tiny_tokenizer)
     message = refusal(build(recipe="ppo_tiny"), build(betas, recipe="ppo_tiny"), tiny_tokenizer)
     assert "critic.optimizer.betas [0.9, 0.95] -> [0.8, 0.9] (the optimizer's moments were computed with it" in message
 
