@@ -102,7 +102,9 @@ class ActorCluster:
 
     def _env(self, role: str, slot: Slot) -> dict[str, str]:
         """Environment of an actor in a slot."""
-        return actor_env(self._config.name, role, self.device, slot.num_cpus)
+        env = actor_env(self._config.name, role, self.device, slot.num_cpus)
+        sees_gpu = slot.num_gpus > 0 or slot.spans  # Ray hides none from an actor that asks for none
+        return env if sees_gpu else env | {"CUDA_VISIBLE_DEVICES": ""}
 
     def _locate(self, created: Mapping[str, Call[ActorGroup]]) -> None:
         """Waits for the roles' processes."""

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,18 @@ from typing import Any
 import ray
 
 from rlhf.config import Config
+from rlhf.errors import ClusterError, one_line
 from rlhf.planning.topology import Device, plan_topology
 from rlhf.reward_config import RewardTrainingConfig
 
+ANSWER_S = 10.0  # for a cluster's head node to take a connection
 SPARE_CPUS = 16  # extra logical CPUs of a local cluster, for rollout workers added during a run
 
 
 @contextlib.contextmanager
 def connect(config: Config | RewardTrainingConfig) -> Iterator[None]:
     """Joins the cluster at ``ray.address`` or $RAY_ADDRESS, or starts a local one that ends with the run."""
+    key = "$RAY_ADDRESS" if config.ray.address is None else "ray.address"
     address = config.ray.address or os.environ.get("RAY_ADDRESS")
     if ray.is_initialized():
         yield  # the caller's cluster: the caller shuts it down
@@ -26,6 +30,7 @@ def connect(config: Config | RewardTrainingConfig) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
     if address:
+        check_answers(key, address)
         ray.init(address=address, **quiet)
     else:
         device: Device = "gpu" if has_local_gpu() and config.placement.device != "cpu" else "cpu"
@@ -43,6 +48,20 @@ def connect(config: Config | RewardTrainingConfig) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def check_answers(key: str, address: str) -> None:
+    """Raises ClusterError if nothing listens at HOST:PORT, where Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return  # auto, say
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+    except OSError as error:
+        raise ClusterError(
+            f"{key}={address}: no Ray cluster answers there ({one_line(error)}); correct it, or unset it to train on a "
+            "local cluster that is started for the run"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ class RewardModelActor(RankActor):
         """Loads the model and its tokenizer, and checks that packing gives its own numbers."""
         settings, device = self._config.reward.model, local_rank_device()
         assert settings is not None
-        self._decoder = AutoTokenizer.from_pretrained(self._config.model.path)
+        self._decoder = policy_tokenizer(self._config)
         self._on_shared_gpu = shares_gpu(self._config, device)
         key = "reward.model.path"
         torch.manual_seed(self._config.seed)  # makes a random head the same in every replica
@@ -72,6 +72,7 @@ class RewardModelActor(RankActor):
             dtype=resolve_dtype(self._config.model.dtype, device),
             max_tokens=settings.max_tokens,
             fresh_head="random" if settings.random_head else "refused",
+            trust_remote_code=self._config.model.trust_remote_code,
             key=key,
         )
         self._model = RewardModel(
@@ -83,6 +84,7 @@ class RewardModelActor(RankActor):
             date=self._config.data.date,
             compiled=self._config.learner.compile is not False,
             probe_key=f"{key}={settings.path}" if self._config.checks.probe else None,
+            trust_remote_code=self._config.model.trust_remote_code,
         )
 
     def score(self, groups: Sequence[Sequence[Rollout]]) -> list[dict[str, list[float]]]:
@@ -111,7 +113,7 @@ class RewardActor(RankActor):
 
     def start(self) -> None:
         """Loads the functions, and starts the process of the synchronous ones."""
-        self._decoder = AutoTokenizer.from_pretrained(self._config.model.path)
+        self._decoder = policy_tokenizer(self._config)
         self._functions = RewardFunctions(
             load_reward_functions(self._config.reward.functions),
             timeout_s=self._config.reward.function_timeout_s,
@@ -127,6 +129,11 @@ class RewardActor(RankActor):
     def _submit(self, group: Sequence[Rollout]) -> Scoring:
         texts = decode(self._decoder, group) if self._functions.needs_text else None
         return self._functions.submit([r.prompt for r in group], texts, [r.token_ids for r in group])
+
+
+def policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """What the policy's tokens mean."""
+    return AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, rollouts: Sequence[Rollout]) -> list[str]:

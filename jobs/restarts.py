@@ -72,7 +72,7 @@ def _next_attempt(config: AnyConfig, checkpoints: CheckpointStore, error: RlhfEr
 
 
 def _with_smaller_micro_batches(config: AnyConfig, error: GpuMemoryError) -> AnyConfig:
-    roles = [role for role in ("learner", "critic") if hasattr(config, role)]
+    roles = ["learner", "critic"] if isinstance(config, Config) and config.uses_critic else ["learner"]
     halves = {role: getattr(config, role).micro_batch_tokens // 2 for role in roles}
     try:
         config = replace(

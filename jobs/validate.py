@@ -18,8 +18,7 @@ def check_families(config: Config) -> None:
         paths["reward.model.path"] = config.reward.model.path
     for key, path in paths.items():
         if path is not None:
-            trusted = config.model.trust_remote_code and key != "reward.model.path"
-            load_model_config(path, key=key, max_tokens=None, trust_remote_code=trusted)
+            load_model_config(path, key=key, max_tokens=None, trust_remote_code=config.model.trust_remote_code)
 
 
 def check_rewards(config: Config, prompts: PromptSet, eval_prompts: PromptSet | None) -> None:

@@ -82,7 +82,7 @@ class ModelConfig:
 
     path: str = MISSING
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on GPU, float32 on CPU
-    trust_remote_code: bool = False
+    trust_remote_code: bool = False  # of every model and tokenizer of the run
 
     def require_device(self, device: str) -> None:
         """Raises ConfigError if a device ('gpu', 'cpu', or 'auto': not known yet) does not support this dtype."""
@@ -636,6 +636,15 @@ class Config(Section, key=""):
             f"{self.rollout.tensor_parallel_size} does not fit them; use at most as many, a multiple of them with "
             "tensor_parallel_size=1, another learner.num_ranks, or placement.mode=separate",
         )
+
+        models = {"critic": self.uses_critic, "reference": self.uses_reference, "reward.model": self.reward.model}
+        for role in [role for role, exists in models.items() if exists and self.placement.colocated]:
+            ranks = (self.reward.model if role == "reward.model" else getattr(self, role)).num_ranks
+            require(
+                ranks <= self.num_shared_bundles,
+                f"{role}.num_ranks={ranks}: with placement.mode=colocate a GPU has room for one of them, and there are "
+                f"learner.num_ranks={self.num_shared_bundles}; use at most that, or placement.mode=separate",
+            )
 
     @property
     def max_sequence_tokens(self) -> int:

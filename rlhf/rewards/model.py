@@ -26,11 +26,12 @@ class RewardModel:
         date: str | None = None,
         compiled: bool = False,
         probe_key: str | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
-        """``path``: where its tokenizer is; ``max_tokens``: per text; ``date``: see ``render_chat``; the last two: see
-        FrozenScorer."""
+        """``path``: where its tokenizer is; ``max_tokens``: per text; ``date``: see ``render_chat``; ``compiled``,
+        ``probe_key``: see FrozenScorer."""
         self._path = path
-        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         self._date = date
         self._max_tokens = min(max_tokens, token_budget - 1)  # last_token_batch appends one
         self._scorer = FrozenScorer(

@@ -1,8 +1,15 @@
-"""Which processes may grow their memory segments: all but vLLM's."""
+"""What a process is told of its GPU: whether its memory segments may grow (not vLLM's), and who sees none."""
+
+from pathlib import Path
 
 import pytest
 
+from actors.cluster import ActorCluster
 from actors.environment import gpu_env
+from rlhf.planning.topology import Slot
+from rlhf.recipes import load_config
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
 @pytest.mark.parametrize("role", ["learner", "critic", "reference", "reward_model"])
@@ -14,3 +21,18 @@ def test_expandable_segments(role: str) -> None:
 def test_a_share_of_the_cores_for_the_compiler() -> None:
     assert gpu_env("learner", 4.0)["TORCHINDUCTOR_COMPILE_THREADS"] == "4"
     assert gpu_env("learner", 0.5)["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("slot", "hidden"),
+    [
+        (Slot("reward", 0, 1.0, 0.0), True),
+        (Slot("shared", 0, 1.0, 0.1), False),
+        (Slot("shared-0", 0, 1.0, 0.0, spans=(0, 1)), False),  # a tensor-parallel engine on the learner's GPUs
+    ],
+)
+def test_who_asks_for_no_gpu_sees_none(slot: Slot, hidden: bool) -> None:
+    cluster = object.__new__(ActorCluster)
+    cluster._config, cluster.device = load_config(CONF / "grpo_tiny.yaml"), "gpu"
+    env = cluster._env("reward", slot)
+    assert (env.get("CUDA_VISIBLE_DEVICES") == "") == hidden

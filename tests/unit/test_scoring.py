@@ -1,6 +1,7 @@
 """Scores of many groups: divided among replicas, joined again, each group's own."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,15 +9,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from actors.proxies import RewardGroup, divide
+from actors.scorers import policy_tokenizer
 from benchmarks.bench_learner import ragged_batch
 from rlhf.batch import Prompt, Rollout, TrainBatch
 from rlhf.errors import RewardError
 from rlhf.models.loading import load_policy
 from rlhf.models.scorer import FrozenScorer
+from rlhf.recipes import load_config
 from rlhf.rewards.model import RewardModel
 from tests.fakes import Done
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
 @given(st.lists(st.integers(), max_size=20), st.integers(1, 6))
@@ -113,3 +119,20 @@ def test_a_reward_model_that_gives_no_number_is_named(tiny_model_dir, monkeypatc
             model.score_tokens([[[1, 2], [3]], [[4], [5]]])
     monkeypatch.setattr(FrozenScorer, "score", lambda self, batches: [torch.tensor([0.5, 1.0])])
     assert model.score_tokens([[[1, 2], [3]]]) == [[0.5, 1.0]]
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_scorer_s_tokenizers_are_trusted_as_all_are(
+    monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Path, trusted: bool
+) -> None:
+    asked: list[tuple[str, bool]] = []
+
+    def load(path: str, *, trust_remote_code: bool = False) -> None:
+        asked.append((path, trust_remote_code))
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
+    config = load_config(CONF / "grpo_tiny.yaml", ["model.path=p", f"model.trust_remote_code={str(trusted).lower()}"])
+    policy_tokenizer(config)
+    limits: dict[str, Any] = {"max_tokens": 8, "token_budget": 64, "device": torch.device("cpu")}
+    RewardModel("r", torch.nn.Identity(), **limits, trust_remote_code=trusted)  # type: ignore[arg-type]
+    assert asked == [("p", trusted), ("r", trusted)]

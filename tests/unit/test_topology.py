@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.config import Config
+from rlhf.errors import ConfigError
 from rlhf.planning.topology import GroupSpec, Slot, plan_topology
 from rlhf.recipes import load_config
 from rlhf.reward_config import RewardTrainingConfig
@@ -43,7 +44,7 @@ def test_what_is_asked_for(overrides: list[str], cpus: int, gpus: int, num_group
 
 @pytest.mark.parametrize("mode", ["separate", "colocate"])
 def test_no_bundle_is_overbooked(mode: str) -> None:
-    many = config(f"placement.mode={mode}", "learner.num_ranks=3", "reference.num_ranks=3", "rollout.num_workers=3")
+    many = config(f"placement.mode={mode}", "learner.num_ranks=3", "reference.num_ranks=2", "rollout.num_workers=3")
     topology = plan_topology(many, "gpu")
     bundles = {(g.name, i): bundle for g in topology.groups for i, bundle in enumerate(g.bundles)}
     for place, bundle in bundles.items():
@@ -84,9 +85,8 @@ def test_a_kind_asks_for_its_own_resources() -> None:
 
 
 def test_ranks_sit_in_their_order_and_share_a_gpu_in_fixed_parts() -> None:
-    """PPO with all roles on two GPUs: rank r of each role with rank r of the learner, the reference's third on the
-    first GPU again."""
-    settings = ["placement.mode=colocate", "learner.num_ranks=2", "critic.num_ranks=2", "reference.num_ranks=3"]
+    """PPO with all roles on two GPUs: rank r of each role with rank r of the learner."""
+    settings = ["placement.mode=colocate", "learner.num_ranks=2", "critic.num_ranks=2", "reference.num_ranks=2"]
     settings += ["algorithm.name=ppo", "reward.model.path=r", "reward.num_workers=2", "rollout.num_workers=2"]
     cpus = ["learner.cpus_per_rank=2", "critic.cpus_per_rank=3", "reference.cpus_per_rank=4"]
     topology = plan_topology(
@@ -95,13 +95,13 @@ def test_ranks_sit_in_their_order_and_share_a_gpu_in_fixed_parts() -> None:
     assert topology.slots == {
         "learner": (Slot("shared", 0, 2, 0.4), Slot("shared", 1, 2, 0.4)),
         "critic": (Slot("shared", 0, 3, 0.2), Slot("shared", 1, 3, 0.2)),
-        "reference": (Slot("shared", 0, 4, 0.1), Slot("shared", 1, 4, 0.1), Slot("shared", 0, 4, 0.1)),
+        "reference": (Slot("shared", 0, 4, 0.1), Slot("shared", 1, 4, 0.1)),
         "reward_model": (Slot("shared", 0, 5, 0.1),),
         "rollout": (Slot("shared", 0, 6, 0.2), Slot("shared", 1, 6, 0.2)),
         "reward": (Slot("reward", 0, 1, 0), Slot("reward", 1, 1, 0)),
     }
     assert topology.groups == (
-        GroupSpec("shared", ({"CPU": 24, "GPU": 1}, {"CPU": 15, "GPU": 1}), "PACK"),
+        GroupSpec("shared", ({"CPU": 20, "GPU": 1}, {"CPU": 15, "GPU": 1}), "PACK"),
         GroupSpec("reward", ({"CPU": 1}, {"CPU": 1}), "PACK"),
     )
 
@@ -133,3 +133,20 @@ def test_several_engines_share_each_gpu_evenly() -> None:
     slots = plan_topology(shared, "gpu").slots["rollout"]
     assert [slot.bundle for slot in slots] == [0, 1, 0, 1, 0, 1]
     assert {slot.num_gpus for slot in slots} == {0.2 / 3}
+
+
+@pytest.mark.parametrize("role", ["critic", "reference", "reward.model"])
+def test_a_shared_gpu_has_room_for_one_of_each_role(role: str) -> None:
+    recipe, shared = ROOT / "conf" / "ppo_rm_tiny.yaml", ["learner.num_ranks=2", "placement.mode=colocate"]
+    given = ["model.path=x", "reward.model.path=y", "rollout.num_workers=2", *shared]
+    topology = plan_topology(load_config(recipe, [*given, f"{role}.num_ranks=2"]), "gpu")
+    booked: dict[tuple[str, int], float] = {}
+    for slots in topology.slots.values():
+        for slot in slots:
+            booked[slot.group, slot.bundle] = booked.get((slot.group, slot.bundle), 0.0) + slot.num_gpus
+    assert max(booked.values()) <= 1.0
+    with pytest.raises(
+        ConfigError, match=rf"^{role}\.num_ranks=3: with placement\.mode=colocate a GPU has room for one"
+    ):
+        load_config(recipe, [*given, f"{role}.num_ranks=3"])
+    load_config(recipe, [*given, f"{role}.num_ranks=3", "placement.mode=separate"])

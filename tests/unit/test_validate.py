@@ -1,4 +1,4 @@
-"""Every model of a run is looked at before Ray starts, and only the user's own may bring code."""
+"""Every model of a run is looked at before Ray starts."""
 
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,11 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, bool]]:
     return found
 
 
-def test_every_model_is_checked_and_a_reward_model_s_code_is_never_trusted(checked: dict[str, Any]) -> None:
+@pytest.mark.parametrize("trusted", [True, False])
+def test_every_model_is_checked_and_trusted_as_all_are(checked: dict[str, Any], trusted: bool) -> None:
     paths = [f"{key}={path}" for key, path in PATHS.items()]
-    check_families(load_config(RECIPE, [*paths, "model.trust_remote_code=true"]))
-    assert checked == {key: (path, key != "reward.model.path") for key, path in PATHS.items()}
+    check_families(load_config(RECIPE, [*paths, f"model.trust_remote_code={str(trusted).lower()}"]))
+    assert checked == {key: (path, trusted) for key, path in PATHS.items()}
 
 
 def test_what_is_not_named_is_not_checked(checked: dict[str, Any]) -> None:
