@@ -72,7 +72,7 @@ def measure(
         os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
     device = local_rank_device()
     init_distributed(device, 600)
-    defaults = {"micro_batch_tokens": 16384, "num_ranks": num_ranks, "compile": device.type == "cuda"}
+    defaults = {"micro_batch_tokens": 16384, "zero_stage": 3, "num_ranks": num_ranks, "compile": device.type == "cuda"}
     config = LearnerConfig(**{**defaults, **variant})
     dtype = resolve_dtype("auto", device)
 

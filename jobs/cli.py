@@ -72,18 +72,27 @@ def plan(
     gpu_memory_gib: Annotated[
         float, typer.Option(help="Memory of one GPU: 80 for an A100-80GB, 139 for an H200.")
     ] = 80,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of a prompt, to predict seconds.  [default: data.max_prompt_tokens]"),
+    ] = None,
+    completion_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of a completion.  [default: rollout.max_completion_tokens]"),
+    ] = None,
 ) -> None:
-    """Validate a configuration; show its bundles and the memory that each role will need. Loads nothing, needs no Ray.
+    """Validate a configuration; show its bundles, a step's seconds and each role's memory. Loads nothing, needs no Ray.
 
     Fails if a GPU would not hold what is placed on it.
     """
     settings = load_config(config, overrides or [])
     warn_of_ignored(settings)
     validate_model(settings)
-    from jobs.plan import show_memory, show_placement
+    from jobs.plan import show_memory, show_placement, show_seconds
 
     show_placement(settings, device)
     if device == "gpu":
+        show_seconds(settings, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
         show_memory(settings, gpu_memory_gib)
 
 

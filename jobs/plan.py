@@ -1,12 +1,24 @@
-"""`rlhf plan`: where each actor would run, and the memory that each role would need."""
+"""`rlhf plan`: where each actor would run, how long a step would take, and the memory that each role would need."""
+
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.table import Column, Table
 
-from rlhf.config import Config
+from rlhf.config import Config, require
+from rlhf.errors import ConfigError
+from rlhf.planning.costs import device_peaks
 from rlhf.planning.fit import MemoryPlan, plan_memory
 from rlhf.planning.memory import GIB
+from rlhf.planning.seconds import predict_step
 from rlhf.planning.topology import Bundle, Device, Topology, plan_topology
+
+GPUS = {  # torch's name, and the GiB that CUDA reports
+    "A100-40": ("NVIDIA A100-SXM4-40GB", 39.4),
+    "A100-80": ("NVIDIA A100-SXM4-80GB", 79.2),
+    "H100": ("NVIDIA H100 80GB HBM3", 79.1),
+    "H200": ("NVIDIA H200", 139.8),
+}
 
 
 def show_placement(config: Config, device: Device) -> None:
@@ -33,6 +45,61 @@ def members(topology: Topology, group: str) -> list[str]:
         for rank, slot in enumerate(slots)
         if slot.group == group
     ]
+
+
+def show_seconds(config: Config, *, prompt_tokens: int | None, completion_tokens: int | None) -> None:
+    """Prints the predicted seconds of a step and its phases on each of GPUS, if the model's shape is known.
+
+    Prompts and completions are all as long as given, or else as they may be at most.
+    """
+    console, rollout = Console(), config.rollout
+    prompt, completion = (
+        prompt_tokens or config.data.max_prompt_tokens,
+        completion_tokens or rollout.max_completion_tokens,
+    )
+    for option, tokens, key, limit in (
+        ("--prompt-tokens", prompt, "data.max_prompt_tokens", config.data.max_prompt_tokens),
+        ("--completion-tokens", completion, "rollout.max_completion_tokens", rollout.max_completion_tokens),
+    ):
+        require(tokens <= limit, f"{option}={tokens} exceeds {key}={limit}: nothing would be that long")
+    if config.model.dtype == "float32" or rollout.extra_kinds:
+        why = "rollout.extra_kinds" if rollout.extra_kinds else "model.dtype=float32"
+        console.print(f"seconds not predicted: nothing like {why} was measured")
+        return
+    rows: dict[str, tuple[str, dict[str, float]]] = {}
+    misfits = []
+    for gpu, (name, gib) in GPUS.items():
+        plan, peaks = plan_memory(config, gib * GIB), device_peaks(name)
+        if plan is None:
+            return
+        assert peaks is not None, f"the peaks of {name} are known"
+        needed = max(needed for phases in plan.gpus.values() for needed in phases.values()) / GIB
+        seconds: dict[str, float] = {}
+        try:
+            plan.check()
+            lengths = [completion] * config.algorithm.num_sequences
+            step = predict_step(config, plan, peaks, prompt_tokens=prompt, completion_lengths=lengths)
+            seconds = step.phases | {"step": step.total}
+        except ConfigError as error:
+            misfits.append(f"{gpu} does not fit: {error}")
+        rows[gpu] = f"{needed:.1f} of {gib:.1f}", seconds
+    console.print(
+        seconds_table(
+            rows, f"predicted seconds of a step, prompts of {prompt:,} tokens and completions of {completion:,}"
+        )
+    )
+    for misfit in misfits:
+        console.print(misfit, soft_wrap=True)
+
+
+def seconds_table(rows: Mapping[str, tuple[str, Mapping[str, float]]], title: str) -> Table:
+    """A row per GPU: its memory, and its seconds by phase, none if the run does not fit it. Phases that no GPU has are
+    left out."""
+    names = {name: None for _, seconds in rows.values() for name, value in seconds.items() if value}
+    table = Table("GPU", "GiB needed", *(Column(name, justify="right") for name in names), title=title)
+    for gpu, (memory, seconds) in rows.items():
+        table.add_row(gpu, memory, *(f"{seconds[name]:.1f}" if name in seconds else "-" for name in names))
+    return table
 
 
 def show_memory(config: Config, gpu_memory_gib: float) -> None:

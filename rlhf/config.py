@@ -255,7 +255,8 @@ class LearnerConfig(Section, key="learner"):
     """A DeepSpeed engine: the policy's; the critic's has the same fields."""
 
     num_ranks: PositiveInt = 1
-    zero_stage: Annotated[int, Bounds(min=0, max=3, interval=True, hint="use 0, 1, 2 or 3")] = 3
+    # null: the memory plan decides (`rlhf plan`): the lowest of 1, 2 and 3 that lets the fewest layers be checkpointed
+    zero_stage: Annotated[int, Bounds(min=0, max=3, interval=True, hint="use 0, 1, 2 or 3")] | None = None
     offload_optimizer: bool = False
     # gradient checkpointing: how many decoder layers compute their activations again instead of keeping them; null: as
     # few as the memory plan (`rlhf plan`) has room for, 0 on CPU
@@ -275,14 +276,14 @@ class LearnerConfig(Section, key="learner"):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            not self.offload_optimizer or self.zero_stage > 0,
+            not self.offload_optimizer or self.zero_stage != 0,
             f"{self.KEY}.offload_optimizer needs {self.KEY}.zero_stage 1, 2 or 3",
         )
 
     @property
     def can_sum_in_float32(self) -> bool:
         """Whether DeepSpeed can accumulate a bfloat16 model's gradients in float32."""
-        return self.zero_stage == 3 or (self.zero_stage > 0 and not self.offload_optimizer)
+        return self.zero_stage in (3, None) or (self.zero_stage > 0 and not self.offload_optimizer)
 
 
 @dataclass(frozen=True)

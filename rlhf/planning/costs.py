@@ -27,6 +27,7 @@ class Peaks:
 DEVICE_PEAKS = {
     "NVIDIA H200": Peaks(790e12, 4.3e12, 450e9),  # the first two measured
     "NVIDIA H100": Peaks(790e12, 3.35e12, 450e9),
+    "NVIDIA A100-SXM4-40GB": Peaks(312e12, 1.56e12, 300e9),
     "NVIDIA A100": Peaks(312e12, 2.0e12, 300e9),
 }
 

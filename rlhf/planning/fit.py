@@ -1,5 +1,6 @@
 """Fits a run to its GPUs: decides what its learners' settings leave open, before anything loads."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlhf.config import Config, LearnerConfig
@@ -8,6 +9,7 @@ from rlhf.planning.memory_plan import Checkpointing, MemoryPlan
 from rlhf.planning.shapes import read_shape
 from rlhf.planning.usage import AnyConfig, Choice, Choices, Usage, model_shape, predict
 
+SAFE_STAGE = 3  # where nothing can be predicted
 FLOAT32_LAYERS = 0.1  # share of the layers that may be checkpointed for float32 gradients: 3 % of an update
 
 
@@ -15,8 +17,13 @@ def plan_memory(config: AnyConfig, device_bytes: float) -> MemoryPlan | None:
     """Predicts a run on GPUs of ``device_bytes``; None if the policy's ``config.json`` is not available.
 
     Other models whose ``config.json`` is not available are assumed to be as large as the policy. What the configuration
-    leaves open is decided here: as few checkpointed layers as the training phase has room for, optimiser state in host
-    memory if vLLM would otherwise have no room to wake up, and float32 gradients if that takes hardly more of the two.
+    leaves open is decided here: as few checkpointed layers as the training phase has room for, the lowest ZeRO stage
+    that allows so few, optimiser state in host memory if vLLM would otherwise have no room to wake up, and float32
+    gradients if that takes hardly more of any.
+
+    Layers count before stages, because recomputing a layer costs 0.8 % of an update at 7B (28 instead of 4 layers: 3.80
+    instead of 3.16 s), and a higher stage nothing that could be told apart: one rank takes 1.48 s under ZeRO-3 and 1.47
+    under ZeRO-1; four ranks under ZeRO-1 take 17 % longer than one, two under ZeRO-3 13 % (benchmarks/RESULTS.md).
     """
     if read_shape(config.model.path) is None:
         return None
@@ -25,6 +32,15 @@ def plan_memory(config: AnyConfig, device_bytes: float) -> MemoryPlan | None:
     usage = fit.usage(choices)
     reasons = {role: fit.checkpointing(role, choices) for role in choices}
     return MemoryPlan(config, device_bytes, usage.roles, usage.gpus, reasons)
+
+
+def open_stages(settings: LearnerConfig) -> tuple[int, ...]:
+    """The ZeRO stages that ``settings`` leave to the plan, from the fastest to the one that takes the least memory."""
+    if settings.zero_stage is not None:
+        return (settings.zero_stage,)
+    if settings.offload_optimizer:  # at stages 1 and 2 DeepSpeed could not sum in float32
+        return (SAFE_STAGE,)
+    return (1,) if settings.num_ranks == 1 else (1, 2, 3)  # one rank has nothing to shard
 
 
 @dataclass(frozen=True)
@@ -67,22 +83,37 @@ class _Fit:
     def starting_choice(self, settings: LearnerConfig) -> Choice:
         """Where the search starts: options left open start checkpointed, not offloaded, and not in float32."""
         return Choice(
+            zero_stage=open_stages(settings)[-1],
             checkpointed_layers=ALL_LAYERS if settings.checkpointed_layers is None else settings.checkpointed_layers,
             offloads=isinstance(self.config, Config) and bool(settings.offload_when_idle),
             float32_gradients=bool(settings.float32_gradients),
         )
 
     def fastest(self, choices: Choices) -> Choices:
-        """``choices``, offloading only if vLLM has no room next to idle learners, and with the fewest checkpointed
-        layers that fit (if none do: all)."""
+        """``choices``, offloading only if vLLM has no room next to idle learners, with the fewest checkpointed layers
+        that fit (if none do: all), and then with the lowest stage at which they do."""
         if self.usage(choices).gpus.get("shared", {}).get("generate", 0.0) > self.limit:
             for role, settings in self.learners.items():
                 choices = choices.vary(role, offloads=settings.offload_when_idle is not False)
         for role, settings in self.learners.items():
-            if settings.checkpointed_layers is None:
-                trials = (choices.vary(role, checkpointed_layers=count) for count in range(self.num_layers(role)))
-                choices = next((t for t in trials if self.usage(t).gpu_of(role)["train"] <= self.limit), choices)
+            count = settings.checkpointed_layers
+            counts = (*range(self.num_layers(role)), ALL_LAYERS) if count is None else (count,)
+            trials = (
+                choices.vary(role, checkpointed_layers=count, zero_stage=stage)
+                for count in counts
+                for stage in open_stages(settings)
+            )
+            frugal = self.usage(choices).gpu_of(role)
+            choices = next((trial for trial in trials if self.fits(trial, role, frugal)), choices)
         return choices
+
+    def fits(self, choices: Choices, role: str, frugal: Mapping[str, float]) -> bool:
+        """Whether training fits on ``role``'s GPU, and each other phase unless it does not at its most ``frugal``."""
+        phases = self.usage(choices).gpu_of(role)
+        return all(
+            needed <= (self.limit if phase == "train" else max(self.limit, frugal[phase]))
+            for phase, needed in phases.items()
+        )
 
     def checkpointing(self, role: str, choices: Choices) -> Checkpointing:
         """What was chosen for ``role``, and why."""

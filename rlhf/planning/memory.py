@@ -37,6 +37,7 @@ class RoleMemory:
     other: float = CONTEXT_BYTES
     offloads: bool = False  # its optimiser state waits in host memory between updates
     float32_gradients: bool = False  # gradients are summed in float32
+    zero_stage: int = 0
 
     @property
     def allocated(self) -> float:
@@ -130,6 +131,7 @@ def learner_memory(
     use, every stage but 0 a reduce bucket. ``float32_gradients``: they take 4 bytes each; at stage 1 they are one
     tensor, which needs no bucket.
     """
+    assert config.zero_stage is not None, "it is decided"
     count, ranks, stage = shape.parameters(lm_head=lm_head), config.num_ranks, config.zero_stage
     tokens = tokens or config.micro_batch_tokens
     gathered = min(count, LIVE_ELEMENTS) * element_bytes if stage == 3 else 0.0
@@ -156,6 +158,7 @@ def learner_memory(
         other=CONTEXT_BYTES + publish_bytes(config, shape, bucket_bytes=bucket_bytes, element_bytes=element_bytes),
         offloads=offloads,
         float32_gradients=gradient_bytes == 4,
+        zero_stage=stage,
     )
 
 
@@ -163,7 +166,7 @@ def _step_bytes(config: LearnerConfig, shard: float, *, widened: bool, element_b
     """Bytes an optimiser step copies: its ``shard`` of the gradients into one float32 tensor, through a flat copy."""
     if config.offload_optimizer:
         return 0.0
-    copies = (0 if config.zero_stage < 3 else 4) if widened else 4 + element_bytes
+    copies = (4 if config.zero_stage == 3 else 0) if widened else 4 + element_bytes
     return copies * min(shard, LIVE_ELEMENTS)
 
 

@@ -100,6 +100,7 @@ class MemoryPlan:
         """A learner's settings, with everything they leave open decided."""
         return replace(
             getattr(self.config, role),
+            zero_stage=self.roles[role].zero_stage,
             checkpointed_layers=self.checkpointing[role].layers,
             compile=getattr(self.config, role).compile is not False,
             offload_when_idle=self.roles[role].offloads,
@@ -110,9 +111,10 @@ class MemoryPlan:
         """One line on what was decided for a learner."""
         choice, memory = self.checkpointing[role], self.roles[role]
         return (
-            f"{role}: {memory.peak / GIB:.1f} GiB of {self.device_bytes / GIB:.1f} predicted; gradient checkpointing "
-            f"in {choice.layers} of {choice.num_layers} layers: without it a pass needs {choice.needed / GIB:.1f} GiB, "
-            f"and {max(0.0, choice.left) / GIB:.1f} are left; gradients add up in "
+            f"{role}: {memory.peak / GIB:.1f} GiB of {self.device_bytes / GIB:.1f} predicted; "
+            f"ZeRO-{memory.zero_stage}; gradient checkpointing in {choice.layers} of {choice.num_layers} layers: "
+            f"without it a pass needs {choice.needed / GIB:.1f} GiB, and {max(0.0, choice.left) / GIB:.1f} are left; "
+            "gradients add up in "
             + ("float32" if memory.float32_gradients else "bfloat16")
             + ("; its optimiser state waits in host memory while vLLM generates" if memory.offloads else "")
         )

@@ -5,9 +5,10 @@ has finished; then learner and critic score, then they train concurrently.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
-from rlhf.config import Config, RewardModelConfig, RolloutConfig, kind_key
+from rlhf.config import Config, LearnerConfig, RewardModelConfig, RolloutConfig, kind_key
 from rlhf.planning.memory import ASLEEP_BYTES, RoleMemory, frozen_memory, learner_memory, rollout_memory
 from rlhf.planning.shapes import ModelShape, read_shape
 from rlhf.planning.topology import model_roles
@@ -20,11 +21,23 @@ LEARNERS = ("learner", "critic")
 
 @dataclass(frozen=True)
 class Choice:
-    """Decisions that a learner's settings may leave open, named like the arguments of ``learner_memory``."""
+    """Decisions that a learner's settings may leave open."""
 
+    zero_stage: int
     checkpointed_layers: int
     offloads: bool
     float32_gradients: bool
+
+    def memory(self, settings: LearnerConfig, shape: ModelShape, **arguments: Any) -> RoleMemory:
+        """``learner_memory`` under this choice."""
+        return learner_memory(
+            replace(settings, zero_stage=self.zero_stage),
+            shape,
+            checkpointed_layers=self.checkpointed_layers,
+            offloads=self.offloads,
+            float32_gradients=self.float32_gradients,
+            **arguments,
+        )
 
 
 @dataclass(frozen=True)
@@ -48,6 +61,7 @@ class Choices:
         return all(
             self[role].checkpointed_layers <= other[role].checkpointed_layers + spare_layers
             and self[role].offloads <= other[role].offloads
+            and self[role].zero_stage <= other[role].zero_stage
             for role in self
         )
 
@@ -86,10 +100,9 @@ def predict(config: AnyConfig, device_bytes: float, choices: Choices) -> Usage:
 
 
 def _reward_learner(config: RewardTrainingConfig, choice: Choice) -> RoleMemory:
-    return learner_memory(
+    return choice.memory(
         config.learner,
         model_shape(config),
-        **asdict(choice),
         tokens=min(config.learner.micro_batch_tokens, config.batch_pairs * config.max_pair_tokens),
         lm_head=False,
         element_bytes=_element_bytes(config),
@@ -97,10 +110,9 @@ def _reward_learner(config: RewardTrainingConfig, choice: Choice) -> RoleMemory:
 
 
 def _learner(config: Config, choice: Choice) -> RoleMemory:
-    return learner_memory(
+    return choice.memory(
         config.learner,
         model_shape(config),
-        **asdict(choice),
         tokens=_fullest(config, config.learner.micro_batch_tokens),
         element_bytes=_element_bytes(config),
         bucket_bytes=config.rollout.weight_bucket_mib << 20,
@@ -108,10 +120,9 @@ def _learner(config: Config, choice: Choice) -> RoleMemory:
 
 
 def _critic(config: Config, choice: Choice) -> RoleMemory:
-    return learner_memory(
+    return choice.memory(
         config.critic,
         model_shape(config, config.critic.path),
-        **asdict(choice),
         tokens=_fullest(config, config.critic.micro_batch_tokens),
         lm_head=False,
         element_bytes=_element_bytes(config),

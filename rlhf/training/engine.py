@@ -61,6 +61,7 @@ def deepspeed_config(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any
 
     Raises ConfigError if DeepSpeed cannot sum gradients as requested.
     """
+    assert config.zero_stage is not None, "the memory plan, or else the actor, has decided it"
     low_precision = dtype == torch.bfloat16
     float32_sums = low_precision and config.float32_gradients
     require(

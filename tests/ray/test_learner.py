@@ -230,9 +230,14 @@ class OnPretendedGpu(LearnerActor):
 
         actors.learner.device_bytes = lambda device: num_bytes + self._rank  # the smallest decides
 
-    def decided(self) -> tuple[int | None, bool | None, bool | None]:
+    def decided(self) -> tuple[int | None, int | None, bool | None, bool | None]:
         settings = self._decided
-        return settings.checkpointed_layers, settings.offload_when_idle, settings.float32_gradients
+        return (
+            settings.zero_stage,
+            settings.checkpointed_layers,
+            settings.offload_when_idle,
+            settings.float32_gradients,
+        )
 
 
 def test_memory_decides_alike_on_all_ranks_and_refuses_what_does_not_fit(ray_session, tiny_config) -> None:
@@ -249,7 +254,7 @@ def test_memory_decides_alike_on_all_ranks_and_refuses_what_does_not_fit(ray_ses
     lines = ask("check_memory")
     assert all(line is not None and "gradient checkpointing in 0 of 2 layers" in line for line in lines)
     ranks.start(config)
-    assert ask("decided") == [(0, False, True)] * 2
+    assert ask("decided") == [(1, 0, False, True)] * 2
     ranks.close()
 
 

@@ -281,6 +281,40 @@ def test_small_model_needs_no_checkpointing_and_no_offload(tmp_path: Path) -> No
     assert "checkpointing in 0 of 24 layers" in plan.describe("learner")
 
 
+@pytest.mark.parametrize(
+    ("shape", "overrides", "device_gib", "stage", "layers"),
+    [
+        (QWEN_7B, (), 80, 3, 10),  # eight ranks: fewer layers than stage 2 would need
+        (QWEN_7B, (), 139.8, 1, 0),
+        (QWEN_15B, ("learner.num_ranks=2",), 80, 1, 0),
+        (QWEN_15B, ("learner.num_ranks=1",), 80, 1, 0),  # nothing to shard
+        (QWEN_15B, ("learner.num_ranks=1",), 20, 1, 28),
+        (QWEN_7B, ("learner.zero_stage=2",), 139.8, 2, 0),  # as the recipe says
+        (QWEN_15B, ("learner.offload_optimizer=true",), 139.8, 3, 0),
+    ],
+)
+def test_the_lowest_stage_that_needs_the_fewest_checkpointed_layers(
+    tmp_path: Path, shape: dict[str, object], overrides: tuple[str, ...], device_gib: float, stage: int, layers: int
+) -> None:
+    plan = plan_memory(with_shape(tmp_path, shape, "grpo_7b_2x8a100.yaml", *overrides), device_gib * GIB)
+    assert plan is not None
+    settings = plan.settings("learner")
+    assert (settings.zero_stage, settings.checkpointed_layers) == (stage, layers)
+
+
+@pytest.mark.parametrize(("fraction", "stage"), [(0.5, 1), (0.55, 2), (0.6, 3), (0.7, 3)])
+def test_a_stage_leaves_room_for_the_engines_on_its_gpu(tmp_path: Path, fraction: float, stage: int) -> None:
+    """125.8 GiB may be filled; with 0.7 the engines fill more at any stage, which makes no layer checkpointed."""
+    shared = ("placement.mode=colocate", "learner.num_ranks=4", "learner.offload_when_idle=false", "algorithm.beta=0")
+    engines = ("rollout.num_workers=4", "rollout.tensor_parallel_size=1", "rollout.max_num_seqs=9999")
+    settings = (*shared, *engines, "learner.micro_batch_tokens=4096", f"rollout.gpu_memory_fraction={fraction}")
+    plan = plan_memory(with_shape(tmp_path, QWEN_7B, "grpo_7b_2x8a100.yaml", *settings), 139.8 * GIB)
+    assert plan is not None
+    assert (plan.gpus["shared"]["generate"] <= 0.9 * 139.8 * GIB) == (fraction < 0.7)
+    decided = plan.settings("learner")
+    assert (decided.zero_stage, decided.checkpointed_layers) == (stage, 0)
+
+
 def test_largest_rollout_fraction_leaves_a_tenth(tmp_path: Path) -> None:
     hungry = ("grpo_0.5b_1gpu.yaml", "rollout.max_num_seqs=99999")
     plan = plan_memory(with_shape(tmp_path, QWEN_05B, *hungry), 80 * GIB)
@@ -552,8 +586,8 @@ def test_the_remedy_names_the_key_of_what_takes_the_most(
 def test_what_was_decided_for_a_learner_is_one_line() -> None:
     config = load_config(CONF / "grpo_tiny.yaml", ["model.path=x"])
     roles = {
-        "learner": RoleMemory(1.0 * GIB, training=2.0 * GIB, other=0.0, offloads=True),
-        "critic": RoleMemory(3.0 * GIB, other=0.0, float32_gradients=True),
+        "learner": RoleMemory(1.0 * GIB, training=2.0 * GIB, other=0.0, offloads=True, zero_stage=3),
+        "critic": RoleMemory(3.0 * GIB, other=0.0, float32_gradients=True, zero_stage=1),
     }
     choices = {
         "learner": Checkpointing(layers=26, num_layers=28, needed=4.0 * GIB, left=-1.0 * GIB),
@@ -561,13 +595,13 @@ def test_what_was_decided_for_a_learner_is_one_line() -> None:
     }
     plan = MemoryPlan(config, 8 * GIB, roles, {}, choices)
     assert plan.describe("learner") == (
-        "learner: 3.2 GiB of 8.0 predicted; gradient checkpointing in 26 of 28 layers: without it a pass needs "
-        "4.0 GiB, and 0.0 are left; gradients add up in bfloat16; its optimiser state waits in host memory while vLLM "
-        "generates"
+        "learner: 3.2 GiB of 8.0 predicted; ZeRO-3; gradient checkpointing in 26 of 28 layers: without it a pass "
+        "needs 4.0 GiB, and 0.0 are left; gradients add up in bfloat16; its optimiser state waits in host memory while "
+        "vLLM generates"
     )
     assert plan.describe("critic") == (
-        "critic: 3.0 GiB of 8.0 predicted; gradient checkpointing in 0 of 24 layers: without it a pass needs 4.0 GiB, "
-        "and 5.0 are left; gradients add up in float32"
+        "critic: 3.0 GiB of 8.0 predicted; ZeRO-1; gradient checkpointing in 0 of 24 layers: without it a pass needs "
+        "4.0 GiB, and 5.0 are left; gradients add up in float32"
     )
 
 

@@ -114,6 +114,46 @@ def test_the_command_fails_where_a_gpu_is_too_small(
     assert error.count("\n") == 1
 
 
+def seconds(shown: str) -> dict[str, list[str]]:
+    """The cells of each GPU's row, by its name."""
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if line.startswith("│ ")]
+    return {row[0]: row[1:] for row in rows if row[0].startswith(("A100", "H100", "H200"))}
+
+
+def test_the_command_predicts_a_step_on_each_gpu_that_holds_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(monkeypatch) == 0
+    shown = capsys.readouterr().out
+    assert "prompts of 1,024 tokens and completions of 2,048" in shown
+    longest = seconds(shown)
+    assert longest["A100-80"][0] == "72.8 of 79.2"
+    for _, *phases, step in longest.values():
+        assert sum(map(float, phases)) == pytest.approx(float(step), abs=0.3)
+    slowest_first = [float(cells[-1]) for cells in longest.values()]
+    assert list(longest) == ["A100-40", "A100-80", "H100", "H200"] and slowest_first == sorted(slowest_first)[::-1]
+
+    assert plan(monkeypatch, "learner.num_ranks=2", "--prompt-tokens=100", "--completion-tokens=300") == 0
+    shown = capsys.readouterr().out
+    assert "prompts of 100 tokens and completions of 300" in shown
+    rows = seconds(shown)
+    assert set(rows["A100-40"][1:]) == {"-"} and "A100-40 does not fit: learner: " in shown
+    assert float(rows["H200"][-1]) < float(longest["H200"][-1])
+
+
+def test_no_seconds_where_nothing_was_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(monkeypatch, "rollout.extra_kinds.big={num_workers: 1}") == 0
+    assert "seconds not predicted: nothing like rollout.extra_kinds was measured" in (shown := capsys.readouterr().out)
+    assert not seconds(shown)
+    assert plan(monkeypatch, "--completion-tokens=4096") == 2
+    error = capsys.readouterr().err
+    assert error == (
+        "error: --completion-tokens=4096 exceeds rollout.max_completion_tokens=2048: nothing would be that long\n"
+    )
+
+
 def test_without_a_model_or_on_cpu_there_is_the_placement_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

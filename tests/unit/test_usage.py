@@ -30,7 +30,7 @@ SHAPE = {
     "num_key_value_heads": 2,
     "vocab_size": 1000,
 }
-PLAIN = Choice(checkpointed_layers=99, offloads=False, float32_gradients=False)
+PLAIN = Choice(zero_stage=1, checkpointed_layers=99, offloads=False, float32_gradients=False)
 
 
 def model(directory: Path, name: str, **changes: int) -> ModelShape:
@@ -56,7 +56,7 @@ def test_roles_on_a_shared_gpu_take_turns(tmp_path: Path) -> None:
         model(tmp_path, name)
     ranks = ["learner.num_ranks=2", "critic.num_ranks=2", "reference.num_ranks=3", "reward.model.num_ranks=1"]
     config = ppo(tmp_path, *ranks)
-    offloading = Choice(checkpointed_layers=99, offloads=True, float32_gradients=False)
+    offloading = Choice(zero_stage=1, checkpointed_layers=99, offloads=True, float32_gradients=False)
     usage = predict(config, 8 * GIB, Choices({"learner": PLAIN, "critic": offloading}))
     learner, critic = usage.roles["learner"], usage.roles["critic"]
     reference, judge, engine = (usage.roles[role] for role in ("reference", "reward_model", "rollout"))
