@@ -638,11 +638,15 @@ class Config(Section, key=""):
             "tensor_parallel_size=1, another learner.num_ranks, or placement.mode=separate",
         )
 
-        models = {"critic": self.uses_critic, "reference": self.uses_reference, "reward.model": self.reward.model}
-        for role in [role for role, exists in models.items() if exists and self.placement.colocated]:
-            ranks = (self.reward.model if role == "reward.model" else getattr(self, role)).num_ranks
+        sections = {
+            "critic": self.critic if self.uses_critic else None,
+            "reference": self.reference if self.uses_reference else None,
+            "reward.model": self.reward.model,
+        }
+        for role, section in sections.items():
+            ranks = section.num_ranks if section else 0
             require(
-                ranks <= self.num_shared_bundles,
+                not self.placement.colocated or ranks <= self.num_shared_bundles,
                 f"{role}.num_ranks={ranks}: with placement.mode=colocate a GPU has room for one of them, and there are "
                 f"learner.num_ranks={self.num_shared_bundles}; use at most that, or placement.mode=separate",
             )

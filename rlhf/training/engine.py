@@ -355,6 +355,7 @@ class Engine:
         from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
         padded = isinstance(self.engine.optimizer, BF16_Optimizer)
+        assert self.config.zero_stage is not None, "decided"
         return Layout.of(self.config.zero_stage, self.world_size, padded=padded)
 
     def _apply_settings(self) -> None:
