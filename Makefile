@@ -9,7 +9,7 @@ MODEL ?= smollm2
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: help setup train test test-long chaos mutants lint format clean distclean
+.PHONY: help setup train test test-long chaos storm mutants lint format clean distclean
 
 help: ## Show this list
 	@echo "usage: make TARGET"
@@ -34,6 +34,9 @@ test-long: setup ## Run more whole runs (a quarter of an hour); CI runs both
 
 chaos: setup ## Kill 50 rollout workers of a run at random moments (a quarter of an hour)
 	@env -u RAY_ADDRESS OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ray/test_pool.py -m chaos -s $(ARGS)
+
+storm: setup models/tiny/rlhf_prepare.json ## 200 failures of every kind in one run, whose numbers must not change (two hours)
+	@env -u RAY_ADDRESS OMP_NUM_THREADS=1 $(BIN)/python -m tests.storm $(ARGS)
 
 mutants: setup ## Make faults, known ones and mutmut's, and see that tests notice; ARGS='ppo' selects by name
 	@env -u RAY_ADDRESS OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants $(ARGS)

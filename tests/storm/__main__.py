@@ -23,9 +23,7 @@ from pathlib import Path
 from random import Random
 
 from rich.console import Console
-from rich.table import Table
-
-from benchmarks.common import actor_pids
+from rich.table import Column, Table
 
 ROOT = Path(__file__).resolve().parents[2]
 RECOVERY_S = 300.0
@@ -105,15 +103,16 @@ class StormRun:
     def log_tail(self) -> str:
         return self.log.read_text(errors="replace")[-3000:]
 
-    def processes(self) -> list[int]:
-        """All that descend from the command, Ray's among them."""
+    def processes(self, title: str = "") -> list[int]:
+        """All that descend from the command, Ray's among them; those with ``title`` in their command lines."""
         mark, found = f"{MARK}={self.name}\0".encode(), []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with contextlib.suppress(OSError):
-                    if mark in (entry / "environ").read_bytes():
+                    titled = title.encode() in (entry / "cmdline").read_bytes()
+                    if titled and mark in (entry / "environ").read_bytes():
                         found.append(int(entry.name))
-        return found
+        return sorted(found)
 
     def close(self) -> list[int]:
         """Ends the run at the end of a step; returns what is still there after END_S, ended by force."""
@@ -136,7 +135,7 @@ def to_actor(actor: str, number: int) -> Event:
 
     def send(run: StormRun, random: Random) -> None:
         ends = time.monotonic() + RECOVERY_S
-        while not (pids := actor_pids(run.name, actor)):
+        while not (pids := run.processes(f"ray::{actor}")):
             if time.monotonic() > ends:
                 raise TimeoutError(f"no {actor} within {RECOVERY_S:g} s; the log ends:\n{run.log_tail()}")
             time.sleep(0.1)
@@ -301,7 +300,7 @@ def storm(events: Sequence[str], model: Path, seed: int) -> tuple[list[Outcome],
 
 def show(outcomes: Sequence[Outcome]) -> None:
     """A line per kind of failure."""
-    table = Table("failure", "times", *HOW, "median s", "max s")
+    table = Table(Column("failure", no_wrap=True), "times", *HOW, "median s", "max s")
     for event in dict.fromkeys(o.event for o in outcomes):
         of_kind = [o for o in outcomes if o.event == event]
         counts = [sum(o.how == how for o in of_kind) for how in HOW]
