@@ -192,6 +192,8 @@ def summarise(
 ) -> dict[str, Any]:
     """Writes summary.json, prints it as a table, and says how to continue a run that was stopped.
 
+    Returns what it wrote, and with it the ``signal`` that stopped the run (0: none).
+
     ``num_steps``: of the whole run; ``memory``: GiB by role, on the host and on the GPU.
     """
     tracker, finished = loop.tracker, loop.step >= num_steps

@@ -40,7 +40,7 @@ from rlhf.training.engine import resolve_dtype
 
 
 def train(config: Config) -> dict[str, Any]:
-    """Runs training to the end (or to a clean stop) and returns what it wrote to summary.json.
+    """Runs training to the end (or to a clean stop) and returns what ``summarise`` does.
 
     No other run can use the run directory meanwhile. Mistakes in the models, the data, the reward functions or the
     checkpoint to resume are found before Ray starts, and before anything is written. A run that loses an actor that it

@@ -30,7 +30,7 @@ from rlhf.tracking import Tracker
 
 
 def train_reward(config: RewardTrainingConfig) -> dict[str, Any]:
-    """Trains to the end (or to a clean stop) and returns what it wrote to summary.json; the model is in run_dir/model.
+    """Trains to the end (or to a clean stop) and returns what ``summarise`` does; the model is in run_dir/model.
 
     Mistakes in the data or the checkpoint to resume are found before Ray starts. Other runs in the same directory, and
     a lost rank, are handled as in ``train``.

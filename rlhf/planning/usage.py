@@ -181,18 +181,15 @@ def _separate_phases(config: Config, roles: Mapping[str, RoleMemory]) -> dict[st
 
 
 def _shared_phases(config: Config, roles: Mapping[str, RoleMemory]) -> dict[str, dict[str, float]]:
-    """All roles take turns on the same GPUs; the bytes are those of the fullest GPU."""
-    models = [
-        (role in LEARNERS, -(-ranks // config.num_shared_bundles), roles[role])  # learns?, ranks on that GPU
-        for role, (ranks, _) in model_roles(config).items()
-    ]
+    """All roles take turns on the same GPUs, with at most one rank of each on a GPU; the bytes are of one with all."""
+    models = [(role in LEARNERS, roles[role]) for role in model_roles(config)]  # learns?, memory
     engines = config.rollout_workers_per_gpu
     awake, asleep = engines * roles["rollout"].peak, engines * ASLEEP_BYTES
     return {
         "shared": {
             # reference and reward model score groups as they finish, while others are still being sampled
-            "generate": sum(count * (m.idle if learns else m.scores) for learns, count, m in models) + awake,
-            "score": sum(count * m.scores for _, count, m in models) + asleep,
-            "train": sum(count * (m.peak if learns else m.idle) for learns, count, m in models) + asleep,
+            "generate": sum(m.idle if learns else m.scores for learns, m in models) + awake,
+            "score": sum(m.scores for _, m in models) + asleep,
+            "train": sum(m.peak if learns else m.idle for learns, m in models) + asleep,
         }
     }

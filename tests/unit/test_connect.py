@@ -13,6 +13,12 @@ from rlhf.recipes import load_config
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
+@pytest.fixture(autouse=True)
+def unconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests of this process may have joined a cluster."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+
+
 @pytest.mark.parametrize("key", ["ray.address", "$RAY_ADDRESS"])
 @pytest.mark.parametrize("scheme", ["", "ray://"])
 def test_an_address_where_nothing_listens_is_one_line_at_once(

@@ -100,7 +100,7 @@ def test_what_may_change_is_told_in_one_line(build: Any, tiny_tokenizer: Any, mo
     )
     assert resumed(old, new, tiny_tokenizer) == (
         "resuming from runs/x/checkpoints/step-000109 (of 300); changed: num_steps 300 -> 5000, "
-        "learner.num_ranks 2 -> 4, learner.zero_stage 3 -> 1, learner.optimizer.learning_rate 1e-06 -> 5e-07, "
+        "learner.num_ranks 2 -> 4, learner.zero_stage null -> 1, learner.optimizer.learning_rate 1e-06 -> 5e-07, "
         'rollout.num_workers 1 -> 3, rollout.stop [] -> ["END"], rollout.autoscale.min unset -> 1, '
         "rollout.autoscale.max unset -> 4, rollout.autoscale.wait_fraction unset -> 0.25, "
         "rollout.autoscale.idle_fraction unset -> 0.5, rollout.autoscale.patience_steps unset -> 3"

@@ -133,6 +133,8 @@ def test_the_processes_of_a_local_cluster_do_not_get_sigterm(monkeypatch: pytest
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # other tests of this process may have one
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
     with connect(config()):
         assert TERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
     with connect(config("ray.address=10.0.0.1:6379")):

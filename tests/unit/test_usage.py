@@ -54,20 +54,20 @@ def ppo(directory: Path, *overrides: str) -> Config:
 def test_roles_on_a_shared_gpu_take_turns(tmp_path: Path) -> None:
     for name in ("policy", "judge"):
         model(tmp_path, name)
-    ranks = ["learner.num_ranks=2", "critic.num_ranks=2", "reference.num_ranks=3", "reward.model.num_ranks=1"]
+    ranks = ["learner.num_ranks=2", "critic.num_ranks=2", "reference.num_ranks=2", "reward.model.num_ranks=1"]
     config = ppo(tmp_path, *ranks)
     offloading = Choice(zero_stage=1, checkpointed_layers=99, offloads=True, float32_gradients=False)
     usage = predict(config, 8 * GIB, Choices({"learner": PLAIN, "critic": offloading}))
     learner, critic = usage.roles["learner"], usage.roles["critic"]
     reference, judge, engine = (usage.roles[role] for role in ("reference", "reward_model", "rollout"))
     assert critic.idle < critic.peak - critic.optimizer, "it waits elsewhere"
-    # Two GPUs: on the fuller one are two of the reference's three replicas, and two of four engines.
+    # Two GPUs: on the fuller one are one of the reference's two replicas, the only judge, and two of four engines.
     assert usage.gpus.keys() == {"shared"} and usage.gpu_of("critic") == usage.gpus["shared"]
     assert usage.gpus["shared"] == pytest.approx(
         {
-            "generate": learner.idle + critic.idle + 2 * reference.scores + judge.scores + 2 * engine.peak,
-            "score": learner.scores + critic.scores + 2 * reference.scores + judge.scores + 2 * ASLEEP_BYTES,
-            "train": learner.peak + critic.peak + 2 * reference.idle + judge.idle + 2 * ASLEEP_BYTES,
+            "generate": learner.idle + critic.idle + reference.scores + judge.scores + 2 * engine.peak,
+            "score": learner.scores + critic.scores + reference.scores + judge.scores + 2 * ASLEEP_BYTES,
+            "train": learner.peak + critic.peak + reference.idle + judge.idle + 2 * ASLEEP_BYTES,
         }
     )
 
