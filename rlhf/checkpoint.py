@@ -190,7 +190,8 @@ class CheckpointStore:
         if resume == "none":
             return None
         if resume == "auto":
-            self.current = self._newest_whole()
+            if self.current is None:  # else the run has asked before, and damage is told and looked for once
+                self.current = self._newest_whole()
             return self.current
         path = Path(resume).resolve()
         try:

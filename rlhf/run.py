@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from rlhf.checkpoint import CheckpointStore, Written, read_state
 from rlhf.checks.nonfinite import SkippedSteps
 from rlhf.config import Config
-from rlhf.errors import DeadlineError, RlhfError
+from rlhf.errors import DeadlineError, GpuMemoryError, RlhfError
 from rlhf.reward_config import RewardTrainingConfig
 from rlhf.roles import Metrics, Trained
 from rlhf.tracking import Tracker
@@ -107,10 +107,13 @@ class Run(Generic[C]):
 
     @contextmanager
     def completing_saves(self) -> Iterator[None]:
-        """If its body fails, the checkpoint that is being written still counts; unless a role hangs, or on Ctrl-C."""
+        """If its body fails, the checkpoint that is being written still counts; unless a role hangs, or on Ctrl-C.
+
+        A rank without enough memory leaves the others waiting for it: they hang, too.
+        """
         try:
             yield
-        except DeadlineError:
+        except (DeadlineError, GpuMemoryError):
             raise
         except Exception:
             with suppress(RlhfError):  # the models may be what was lost

@@ -71,7 +71,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_refused_by_name(
     notes: list[str] = []
     store = CheckpointStore(tmp_path, keep=2, note=notes.append)
     damage(store.path(10))
-    assert store.find("auto") == store.path(5) and store.holds(5)
+    for _ in range(2):  # as the command begins, and as its loop does
+        assert store.find("auto") == store.path(5) and store.holds(5)
     (note,) = notes
     assert re.fullmatch(f"a checkpoint is passed over: {re.escape(str(store.path(10)))}: {said}", note)
     with pytest.raises(CheckpointError, match=rf"^checkpoint\.resume=.*step-000010: {said}; use auto, none, or"):

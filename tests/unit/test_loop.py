@@ -20,7 +20,7 @@ from rlhf.data.preferences import Pair
 from rlhf.data.prompt_stream import PromptStream
 from rlhf.data.prompts import PromptReport, PromptSet
 from rlhf.driver import Driver
-from rlhf.errors import DeadlineError, RoleLostError, SamplingError
+from rlhf.errors import DeadlineError, GpuMemoryError, RoleLostError, SamplingError
 from rlhf.recipes import load_config
 from rlhf.reward_config import RewardTrainingConfig
 from rlhf.reward_driver import RewardTraining
@@ -394,7 +394,12 @@ def test_what_writing_a_checkpoint_took_is_in_the_record_of_the_step_after(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("error", "saved"), [(SamplingError("differs"), [2, 4]), (DeadlineError("learner[0]: still busy"), [2])]
+    ("error", "saved"),
+    [
+        (SamplingError("differs"), [2, 4]),
+        (DeadlineError("learner[0]: still busy"), [2]),
+        (GpuMemoryError("learner[0]: out of GPU memory"), [2]),  # for which the other ranks wait
+    ],
 )
 def test_a_run_that_fails_leaves_its_last_checkpoint_complete_unless_a_role_hangs(
     tmp_path: Path, error: Exception, saved: list[int]
