@@ -9,6 +9,7 @@ import json
 import math
 import multiprocessing
 import os
+import socket
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -31,8 +32,11 @@ VARIANTS: dict[str, dict[str, Any]] = {  # ZeRO-3, compiled and without checkpoi
     "zero3": {},
     "zero3-checkpointed": {"checkpointed_layers": 10**6},
     "zero3-eager": {"compile": False},
+    "zero2": {"zero_stage": 2},
+    "zero2-checkpointed": {"zero_stage": 2, "checkpointed_layers": 10**6},
     "zero1": {"zero_stage": 1},
     "zero1-eager": {"zero_stage": 1, "compile": False},
+    "zero1-checkpointed": {"zero_stage": 1, "checkpointed_layers": 10**6},
     "zero1-float32": {"zero_stage": 1, "float32_gradients": True},
     "zero1-32k": {"zero_stage": 1, "micro_batch_tokens": 32768},
     "zero1-chunk4k": {"zero_stage": 1, "logits_chunk_tokens": 4096},
@@ -62,12 +66,19 @@ def ragged_batch(num_sequences: int, prompt_tokens: int, median: int, longest: i
 
 
 def measure(
-    rank: int, num_ranks: int, model: str, batch: TrainBatch, variant: dict[str, Any], repeats: int, longest: int
+    rank: int,
+    num_ranks: int,
+    port: int,
+    model: str,
+    batch: TrainBatch,
+    variant: dict[str, Any],
+    repeats: int,
+    longest: int,
 ) -> dict[str, float]:
     """Seconds per update after one warm-up, and figures derived from them, of one rank. Call it in a fresh process:
     DeepSpeed's engines outlive their use, and their memory would count towards the next variant's."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": "0"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if os.environ.get("DS_ACCELERATOR") != "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
     device = local_rank_device()
@@ -109,6 +120,12 @@ def measure(
     }
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -131,7 +148,7 @@ def main() -> None:
     results = {}
     for name in args.variants:
         with ProcessPoolExecutor(args.ranks, mp_context=multiprocessing.get_context("spawn")) as ranks:
-            task = args.ranks, args.model, batch, VARIANTS[name], args.repeats, args.longest
+            task = args.ranks, free_port(), args.model, batch, VARIANTS[name], args.repeats, args.longest
             measured = [ranks.submit(measure, rank, *task) for rank in range(args.ranks)]
             results[name] = r = measured[0].result()
         table.add_row(
