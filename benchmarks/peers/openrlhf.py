@@ -83,7 +83,7 @@ def command(args: argparse.Namespace, directory: Path, num_prompts: int) -> list
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds from one step's end to the next, completion tokens, and OpenRLHF's phases from the second step on."""
     with tempfile.TemporaryDirectory(prefix="openrlhf-bench-") as name:
-        directory, log = Path(name), StepLog(STEP)
+        directory, log = Path(name), StepLog(STEP, args.out.with_suffix(".log"))
         num_prompts = write_data(args, directory / "prompts.jsonl")
         env = {**os.environ, "RAY_ADDRESS": "local", "RAY_DEDUP_LOGS": "0", "TOKENIZERS_PARALLELISM": "true"}
         log.run(command(args, directory, num_prompts), env=env, cwd=directory, limit_s=args.limit_s)

@@ -113,7 +113,7 @@ def command(args: argparse.Namespace, directory: Path) -> list[str]:
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds from one step's end to the next, completion tokens, and verl's own phases from the second step on."""
     with tempfile.TemporaryDirectory(prefix="verl-bench-") as name:
-        directory, log = Path(name), StepLog(r"\bstep:\d+ - ")
+        directory, log = Path(name), StepLog(r"\bstep:\d+ - ", args.out.with_suffix(".log"))
         write_data(args, directory / "train.parquet")
         metrics = directory / "metrics.jsonl"
         given = {

@@ -42,7 +42,7 @@ def parse_work(description: str | None) -> argparse.Namespace:
     add_work(parser)
     parser.add_argument("--micro-batch-tokens", type=int, default=16384, help="of the learner")
     parser.add_argument("--limit-s", type=float, default=1800.0, help="ends the peer if it takes longer")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="what the peer prints goes beside it, to OUT.log")
     args = parser.parse_args()
     args.completion = args.completion or (512 if args.lengths == "fixed" else 1024)
     return args
@@ -62,8 +62,9 @@ class StepLog:
     It ends after ``limit_s``, with everything that it started: some trainers wait for ever for a process that died.
     """
 
-    def __init__(self, pattern: str) -> None:
-        self._pattern = re.compile(pattern)
+    def __init__(self, pattern: str, log: Path) -> None:
+        """``log``: gets all that the command prints, as it comes."""
+        self._pattern, self._log = re.compile(pattern), log
         self._lines: list[str] = []
         self.ends_s: list[float] = []
         self.said: list[str] = []  # the lines
@@ -94,11 +95,13 @@ class StepLog:
 
     def _read(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            self._lines.append(line)
-            if self._pattern.search(line):
-                self.ends_s.append(time.monotonic())
-                self.said.append(line)
+        with self._log.open("w", buffering=1) as log:
+            for line in process.stdout:
+                log.write(line)
+                self._lines.append(line)
+                if self._pattern.search(line):
+                    self.ends_s.append(time.monotonic())
+                    self.said.append(line)
 
     def step_s(self) -> list[float]:
         """Seconds from one step's end to the next, for every step but the first."""

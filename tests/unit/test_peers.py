@@ -69,16 +69,17 @@ def test_a_peer_is_measured_from_its_second_step_on(
 def test_a_peer_that_fails_shows_the_end_of_its_output(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "raise SystemExit('an error of its own')"]
     with pytest.raises(RuntimeError, match=r"exit code 1:\nan error of its own"):
-        StepLog("step").run(command, env={}, cwd=tmp_path, limit_s=60)
+        StepLog("step", tmp_path / "log").run(command, env={}, cwd=tmp_path, limit_s=60)
 
 
 def test_a_peer_that_hangs_ends_with_what_it_started(tmp_path: Path) -> None:
     hangs = ["sleep", "600"]
     starts = f"import subprocess; child = subprocess.Popen({hangs}); print(child.pid, flush=True); child.wait()"
-    log = StepLog(r"^\d+$")
+    log = StepLog(r"^\d+$", tmp_path / "log")
     with pytest.raises(RuntimeError, match="none after 8 s"):
         log.run([sys.executable, "-S", "-c", starts], env=dict(os.environ), cwd=tmp_path, limit_s=8)
     (child,) = map(int, log.said)
+    assert (tmp_path / "log").read_text() == log.said[0], "also of a command that does not end by itself"
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
