@@ -23,6 +23,7 @@ from rlhf.models.inputs import PackedInputs, packed_inputs
 from rlhf.models.packed import PackedModel
 from rlhf.models.probe import check_packing
 from rlhf.training.export import export
+from rlhf.training.host_memory import aligned
 from rlhf.training.parking import Parking
 from rlhf.training.resharding import Layout, LiveState, SavedState
 
@@ -31,6 +32,7 @@ LossFn = Callable[[Any, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
 micro-batches and ranks; of a stat whose name ends in ``_max``, the largest is kept. It should not wait for the device:
 below ZeRO-3, whose backward waits anyway, the host then runs ahead."""
 
+SMALL_BYTES = 1 << 20  # of a checkpoint, for all but weights and optimiser state: counters, the random state
 DUMMY_TOKENS = 2  # a rank without a sequence in a round runs this many tokens at zero weight
 
 
@@ -173,11 +175,11 @@ class Engine:
         schedule: Any = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: lr_factor(step, config.optimizer, total_steps)
         )
-        self._optimizer, self._parking = optimizer, Parking()
+        self._optimizer, self._parking = optimizer, Parking(device)
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=schedule, config=ds_config, dist_init_required=False
         )
-        self._writer, self._saved_to = StagedWriter(), ""
+        self._writer, self._saved_to = StagedWriter(device), ""
         self.engine.checkpoint_engine = self._writer
         # Without ZeRO and bfloat16, DeepSpeed neither keeps nor checks the norm: both are done here.
         self._plain = config.zero_stage == 0 and not self.engine.bfloat16_enabled()
@@ -240,6 +242,8 @@ class Engine:
             self.engine.backward(loss * self.world_size)  # DeepSpeed averages over ranks; our loss is a sum
         learning_rate = self.engine.get_lr()[0]
         taken, norm = self._take_step()
+        if taken and not self._writer.reserved:  # from now on there are moments
+            self._writer.reserve(self._saved_bytes())
         totals = {"loss": 0.0, **self._sum_over_ranks(sums)}
         assert not taken or math.isfinite(totals["loss"]), "a loss that is not finite has poisoned the gradient"
         return {**totals, "grad_norm": float(norm), "learning_rate": learning_rate, "skipped": float(not taken)}
@@ -292,8 +296,8 @@ class Engine:
         """Brings it back; the next ``step`` or ``load`` needs it."""
         self._parking.unpark()
 
-    def _optimizer_tensors(self) -> list[Tensor]:
-        """float32 master weights and moments on this device; excluding those that are also weights of the model."""
+    def _optimizer_state(self) -> list[Tensor]:
+        """float32 master weights and moments, wherever they are."""
         zero = self.engine.optimizer
         masters = getattr(zero, "fp32_partitioned_groups_flat", None)  # stage 3
         masters = masters or getattr(zero, "single_partition_of_fp32_groups", None)  # stages 1 and 2
@@ -301,9 +305,21 @@ class Engine:
         tensors = [*(masters or ())]
         for master, state in self._optimizer.state.items():
             tensors += [master, *(value for value in state.values() if isinstance(value, Tensor) and value.dim())]
+        return list({id(tensor): tensor for tensor in tensors}.values())
+
+    def _saved_bytes(self) -> int:
+        """Enough for all that this rank's ``save`` copies."""
+        tensors = self._optimizer_state()
+        if self.config.zero_stage != 3 and self.engine.save_non_zero_checkpoint:
+            tensors += [*self.model.parameters(), *self.model.buffers()]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        return sum(map(aligned, storages.values())) + SMALL_BYTES
+
+    def _optimizer_tensors(self) -> list[Tensor]:
+        """The optimiser's state on this device; excluding what is also a weight of the model."""
         own = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
-        distinct = {id(tensor): tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in own}
-        return [tensor for tensor in distinct.values() if tensor.device.type == self.device.type]
+        others = [t for t in self._optimizer_state() if t.untyped_storage().data_ptr() not in own]
+        return [tensor for tensor in others if tensor.device.type == self.device.type]
 
     def save(self, directory: str) -> None:
         """Copies weights, optimiser, scheduler and RNG of this rank to host memory, once the save before is written;

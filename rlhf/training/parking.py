@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from rlhf.training.host_memory import HostBuffers, bytes_of, view_like
+from rlhf.training.host_memory import HostMemory, bytes_of, view_like
 
 
 class Parking:
-    """Host memory for a fixed set of tensors, kept between uses."""
+    """Host memory for a fixed set of a device's tensors, kept between uses."""
 
-    def __init__(self) -> None:
-        self._buffers = HostBuffers()
+    def __init__(self, device: torch.device) -> None:
+        self._memory = HostMemory(device)
         self._host: list[Tensor] = []  # uint8, one per storage
         self._storages: list[torch.UntypedStorage] = []
         self._tensors: list[tuple[Tensor, int]] = []  # with the number of each one's storage
@@ -38,8 +38,9 @@ class Parking:
             if number == len(self._storages):
                 self._storages.append(storage)
             self._tensors.append((tensor, number))
-        for number, storage in enumerate(self._storages):
-            self._host.append(self._buffers.copy(number, storage))
+        self._memory.clear()
+        for storage in self._storages:
+            self._host.append(self._memory.copy(storage))
             storage.resize_(0)
 
     @torch.no_grad()

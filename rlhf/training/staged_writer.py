@@ -17,7 +17,7 @@ from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheck
 from torch import Tensor
 
 from rlhf.checkpoint import FileSum, Written, sync_file
-from rlhf.training.host_memory import HostBuffers, view_like
+from rlhf.training.host_memory import HostMemory, view_like
 
 
 class StagedFile(NamedTuple):
@@ -34,18 +34,31 @@ class StagedWriter(TorchCheckpointEngine):
     The host memory is used again for every checkpoint, so the next one waits until this one is written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._buffers, self._used = HostBuffers(), 0
+        self._memory = HostMemory(device)
         self._staged: list[StagedFile] = []
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._reserved: Future[None] | None = None
         self._written: Future[Written] | None = None
+
+    @property
+    def reserved(self) -> bool:
+        return self._reserved is not None
+
+    def reserve(self, num_bytes: int) -> None:
+        """Begins to take the host memory that a checkpoint will need, so that the first one is as quick as others."""
+        assert not self.reserved, "once"
+        self._reserved = self._thread.submit(self._memory.reserve, num_bytes)
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """Begins a checkpoint, as soon as the one before is written."""
+        if self._reserved is not None:
+            self._reserved.result()  # waits
         if self._written is not None:
             self._written.exception()  # waits
-        self._written, self._staged, self._used = None, [], 0
+        self._written, self._staged = None, []
+        self._memory.clear()
 
     def save(self, state_dict: Any, path: str) -> None:
         """Copies what the file will hold. Tensors that share memory share its copy."""
@@ -56,8 +69,7 @@ class StagedWriter(TorchCheckpointEngine):
         for tensor in pickler.tensors:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in copies:
-                copies[storage.data_ptr()] = self._buffers.copy(self._used, storage)
-                self._used += 1
+                copies[storage.data_ptr()] = self._memory.copy(storage)
         tensors = [view_like(tensor, copies[tensor.untyped_storage().data_ptr()]) for tensor in pickler.tensors]
         self._staged.append(StagedFile(path, file.getvalue(), tensors))
 

@@ -22,7 +22,7 @@ def test_newest_whole_one_is_found_and_old_ones_go(tmp_path: Path) -> None:
     for step in (5, 10, 15):
         save(store, step)
     assert store.steps() == [10, 15]
-    found = store.find("auto")
+    found = CheckpointStore(tmp_path, keep=2).find("auto")
     assert found is not None
     assert read_state(found)["step"] == 15
 

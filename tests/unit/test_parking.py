@@ -8,7 +8,7 @@ from rlhf.training.parking import Parking
 def test_views_and_sharing_survive() -> None:
     whole = torch.arange(12, dtype=torch.float32)
     view, other = whole[4:8].view(2, 2), torch.arange(3, dtype=torch.bfloat16)
-    parking = Parking()
+    parking = Parking(torch.device("cpu"))
     for visit in range(2):
         parking.park([whole, view, other])
         assert parking.parked
@@ -26,7 +26,7 @@ def test_views_and_sharing_survive() -> None:
 
 
 def test_what_is_parked_may_change() -> None:
-    parking, first = Parking(), torch.ones(4)
+    parking, first = Parking(torch.device("cpu")), torch.ones(4)
     parking.park([first])
     parking.unpark()
     second = torch.full((9,), 2.0)

@@ -73,7 +73,7 @@ for stage in map(int, sys.argv[3]):
         gate, where = block(engine), out / f"{stage}-{visit}"
         engine.save(str(where))
         assert engine.finish_save(wait=False) is None
-        memory.append([buffer.data_ptr() for buffer in engine._writer._buffers._buffers])
+        memory.append([len(block) for block in engine._writer._memory._blocks])
         engine.unpark_optimizer()
         after = [(step(engine), weights(engine)) for _ in range(2)]
         dist.barrier()
@@ -92,6 +92,7 @@ for stage in map(int, sys.argv[3]):
             assert step(resumed) == metrics, (stage, visit)
             assert same(weights(resumed), expected), (stage, visit)
     assert memory[0] == memory[1], "the same host memory again"
+    assert len(memory[0]) == 1, "what was reserved after the first step was enough"
 """
 )
 
@@ -140,6 +141,29 @@ for name, expected in (("first", first), ("second", second)):
     assert same(weights(resumed), expected), name
 """
 )
+
+
+SAVES_EARLY = (
+    PRELUDE
+    + """
+engine = make(1)
+writer, taking = engine._writer, threading.Event()
+reserve = writer._memory.reserve
+writer._memory.reserve = lambda num_bytes: (taking.wait(), reserve(num_bytes))
+step(engine)
+saving = threading.Thread(target=engine.save, args=[str(out / "early")])
+saving.start()
+saving.join(1.0)  # what does not wait has taken memory of its own by now
+taking.set()
+saving.join()
+engine.finish_save(wait=True)
+assert len(writer._memory._blocks) == 1
+"""
+)
+
+
+def test_a_save_waits_for_its_memory(ranks: WarmRanks, tiny_model_dir: Path, tmp_path: Path) -> None:
+    ranks(1).run(SAVES_EARLY, tiny_model_dir, tmp_path)
 
 
 @pytest.mark.parametrize(("num_ranks", "stages"), [(1, "02"), (2, "13")])
