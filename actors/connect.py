@@ -77,7 +77,7 @@ def join(key: str, address: str, remedy: str) -> None:
             socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
     except OSError as error:
         raise ClusterError(f"{here}: no Ray cluster answers there ({one_line(error)}); {remedy}") from error
-    if is_given and asks_for_token(address):
+    if is_given and "RAY_AUTH_MODE" not in os.environ and asks_for_token(address):
         send_token(here, address)
     if is_given and not address.startswith(RAY_CLIENT) and not services.find_node_ids():  # Ray would look for a minute
         raise ClusterError(f"{here}: no Ray node runs on this machine; run this command on a node of that cluster")
@@ -101,7 +101,7 @@ def asks_for_token(address: str, token: str = "") -> bool:
 
 
 def send_token(here: str, address: str) -> None:
-    """Has Ray send its token to the cluster, which has asked for it: by itself Ray does so only with RAY_AUTH_MODE set.
+    """Has Ray send its token to the cluster, which has asked for it: by itself Ray does so where RAY_AUTH_MODE says so.
 
     Raises ClusterError if it is another cluster's; ``here``: what that names.
     """

@@ -146,6 +146,15 @@ def test_a_cluster_that_asks_for_a_token_gets_it(
     assert joined == ["reads anew", f"{asking.address}, token"]
 
 
+def test_where_ray_is_told_how_to_authenticate_it_does_so_by_itself(
+    monkeypatch: pytest.MonkeyPatch, head: Callable[[str], Head], joined: list[str]
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    asking = head("a token that only Ray finds")
+    join("--address", asking.address, "")
+    assert (asking.sent, joined) == ([], [f"{asking.address}, token"])
+
+
 @pytest.mark.parametrize(("token", "said"), [("", "there is none here"), ("other", "the token here is another one")])
 def test_without_the_right_token_it_is_one_line_at_once(
     head: Callable[[str], Head], joined: list[str], tmp_path: Path, token: str, said: str

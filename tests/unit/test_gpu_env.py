@@ -39,7 +39,7 @@ def test_who_asks_for_no_gpu_sees_none(slot: Slot, hidden: bool) -> None:
     assert (env.get("CUDA_VISIBLE_DEVICES") == "") == hidden
 
 
-@pytest.mark.parametrize(("address", "told"), [("127.0.0.1", ["lo", "lo", "127.0.0.1"]), ("10.0.0.1", [None] * 3)])
+@pytest.mark.parametrize(("address", "told"), [("127.0.0.1", ["lo", "=lo", "127.0.0.1"]), ("10.0.0.1", [None] * 3)])
 def test_collectives_and_vllm_stay_on_the_loopback_interface_of_a_local_run(
     monkeypatch: pytest.MonkeyPatch, address: str, told: list[str | None]
 ) -> None:
