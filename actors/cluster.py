@@ -11,7 +11,7 @@ import ray
 from actors import stacks
 from actors.connect import resolve_device
 from actors.control import RunControl
-from actors.environment import actor_env
+from actors.environment import LOOPBACK, ON_LOOPBACK, actor_env
 from actors.group import ActorGroup, Call, Deadline, Member, RankActor
 from actors.learner import CriticActor, LearnerActor
 from actors.placement import Placement
@@ -103,6 +103,8 @@ class ActorCluster:
     def _env(self, role: str, slot: Slot) -> dict[str, str]:
         """Environment of an actor in a slot."""
         env = actor_env(self._config.name, role, self.device, slot.num_cpus)
+        if ray.util.get_node_ip_address() == LOOPBACK:
+            env |= ON_LOOPBACK
         sees_gpu = slot.num_gpus > 0 or slot.spans  # Ray hides none from an actor that asks for none
         return env if sees_gpu else env | {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -135,7 +137,7 @@ class ActorCluster:
         args: tuple[Any, ...] = ()
         if role in ("learner", "critic"):
             root = ActorGroup(group.members[:1])
-            (port,) = root.call("free_port", deadline=self._deadline, doing="choosing a port").result()
+            (port,) = root.call("host_store", deadline=self._deadline, doing="opening a store").result()
             args = (root.members[0].node, port)
         return group.call("start", *args, deadline=self._deadline, doing="starting")
 

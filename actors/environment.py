@@ -15,6 +15,8 @@ QUIET = {
     "DS_LOG_LEVEL": "error",
     "PYTHONWARNINGS": "ignore",
 }
+LOOPBACK = "127.0.0.1"  # the address of a local run's only node, which nobody outside of the machine can connect to
+ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo", "VLLM_HOST_IP": LOOPBACK}
 
 
 def actor_env(run: str, role: str, device: Device, num_cpus: float) -> dict[str, str]:

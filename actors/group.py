@@ -234,14 +234,6 @@ class RankActor:
         """The IP address of the node it runs on."""
         return ray.util.get_node_ip_address()
 
-    def free_port(self) -> int:
-        """A TCP port that was free on this node a moment ago."""
-        import socket
-
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return probe.getsockname()[1]
-
     def peak_memory_gib(self) -> dict[str, float]:
         """The most this process has held: resident on the host, and reserved on its GPU if it has one."""
         import resource

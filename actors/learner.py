@@ -11,7 +11,7 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from actors.group import RankActor
-from actors.weights.channel import Rendezvous
+from actors.weights.channel import Rendezvous, host_store
 from actors.weights.object_store import StoredBucket
 from actors.weights.sender import WeightSender
 from rlhf.batch import TrainBatch
@@ -39,18 +39,29 @@ class EngineActor(RankActor):
         self._config, self._rank, self._num_ranks = config, rank, num_ranks
         self._learner: Any = None
 
-    def start(self, address: str, port: int) -> None:
-        """Joins the process group at ``address:port`` and loads the model. Collective."""
+    def host_store(self) -> int:
+        """Opens the store in which the ranks meet; returns its port (rank 0)."""
+        self._store = host_store(self.node(), self._config.timeouts.update_s)
+        return self._store.port
+
+    def _meet(self, address: str, port: int) -> torch.device:
+        """Joins the ranks that meet in the store at ``address:port``; returns this rank's device. Collective."""
         os.environ |= {
             "RANK": str(self._rank),
             "WORLD_SIZE": str(self._num_ranks),
             "LOCAL_RANK": "0",  # Ray shows a rank exactly one GPU
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch opens none: it would listen on all interfaces
         }
-        torch.manual_seed(self._config.seed)
         device = local_rank_device()
         init_distributed(device, self._config.timeouts.update_s)
+        return device
+
+    def start(self, address: str, port: int) -> None:
+        """Joins the ranks that meet at ``address:port`` and loads the model. Collective."""
+        torch.manual_seed(self._config.seed)
+        device = self._meet(address, port)
         self._on_gpu = device.type == "cuda"
         self._decided = self._decide(device)
         dtype = resolve_dtype(self._config.model.dtype, device)

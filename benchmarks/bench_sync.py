@@ -31,7 +31,7 @@ from actors.weights.transports import Transport, make_transport
 from benchmarks.common import ROOT, Row, show, write_json
 from rlhf.config import Config
 from rlhf.recipes import load_config
-from rlhf.training.engine import deepspeed_config, init_distributed, local_rank_device, resolve_dtype
+from rlhf.training.engine import deepspeed_config, resolve_dtype
 
 WARM_UP = 2  # the first publish of a session joins it, the second is the first to copy as all later ones do
 MODES = {  # placement.mode, and the route
@@ -48,10 +48,7 @@ class WeightsActor(LearnerActor):
         """Skipped: the memory plan counts an optimiser, which this learner lacks."""
 
     def start(self, address: str, port: int) -> None:
-        os.environ |= {"RANK": str(self._rank), "WORLD_SIZE": str(self._num_ranks), "LOCAL_RANK": "0"}
-        os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-        device = self._device = local_rank_device()
-        init_distributed(device, self._config.timeouts.update_s)
+        device = self._device = self._meet(address, port)
         dtype = resolve_dtype(self._config.model.dtype, device)
         if self._config.learner.zero_stage == 3:
             self._partition = HfDeepSpeedConfig(deepspeed_config(self._config.learner, dtype))

@@ -1,6 +1,5 @@
 """`rlhf scale`: changes the rollout pool of a run in progress, from another process."""
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from rich.console import Console
 from rich.table import Table
 
+from actors.connect import join
 from actors.control import find_run
 from rlhf.errors import ClusterError, DeadlineError, PlacementError, RlhfError
 
@@ -38,14 +38,7 @@ def scale(run: str, *, kind: str, num_workers: int | None, address: str, timeout
 @contextmanager
 def joined(address: str) -> Iterator[None]:
     """Connects to a cluster that is already up."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        ray.init(address=address, logging_level="ERROR", log_to_driver=False)
-    except (ConnectionError, RuntimeError) as error:
-        raise ClusterError(
-            f"--address={address}: no Ray cluster answers there ({str(error).splitlines()[0]}); give the address of "
-            "the head node, HEAD:6379"
-        ) from error
+    join("--address", address, "give the address that the run prints")
     try:
         yield
     finally:

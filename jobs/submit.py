@@ -12,9 +12,12 @@ import logging
 import os
 import re
 import secrets
+import socket
+import sys
 import time
 import zipfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,6 +27,7 @@ import aiohttp
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
+from actors.connect import ray_token
 from rlhf.config import Config
 from rlhf.data.tasks import task_name
 from rlhf.errors import ClusterError, ConfigError
@@ -171,10 +175,49 @@ def code_files(root: Path) -> Iterator[Path]:
 
 
 class Client(JobSubmissionClient):
-    """Ray's client, with a deadline on every request: Ray's own would wait forever on a host that does not answer."""
+    """Ray's client, with a deadline on every request (Ray's own would wait forever on a host that does not answer), and
+    without the token until the cluster asks for it."""
+
+    asked_for_token = False
 
     def _do_request(self, method: str, endpoint: str, **kwargs: Any) -> Any:
-        return super()._do_request(method, endpoint, timeout=(CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S), **kwargs)
+        request = partial(
+            super()._do_request, method, endpoint, timeout=(CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S), **kwargs
+        )
+        if not self.asked_for_token:
+            self._headers: dict[str, str] = {}  # Ray puts the token there where RAY_AUTH_MODE says so
+            try:
+                return request()
+            except AuthenticationError:
+                if not (token := ray_token()):
+                    raise
+            self.asked_for_token = True
+            self._headers = {"Authorization": f"Bearer {token}"}
+            warn_of_listeners(self.get_address())
+        return request()
+
+
+def warn_of_listeners(address: str) -> None:
+    """Prints a line if others may read a token that is sent there."""
+    url = urlsplit(address)
+    if url.scheme == "http" and not is_this_machine(url.hostname or ""):
+        print(
+            f"warning: --address={address}: the token is sent unencrypted, and whoever reads it can run code on the "
+            f"cluster; `ssh -L 8265:localhost:{url.port or 80} {url.hostname}` and --address http://localhost:8265 "
+            "avoid that",
+            file=sys.stderr,
+        )
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether all addresses of the host are this machine's own."""
+    try:
+        for family, kind, protocol, _, at in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(at)
+    except OSError:
+        return False
+    return True
 
 
 def connect(address: str) -> Client:
@@ -184,7 +227,7 @@ def connect(address: str) -> Client:
         logging.getLogger(module).setLevel(logging.WARNING)  # they log uploads and closed connections
     with unset("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):  # Ray would prefer them to the address it is given
         try:
-            return Client(address, headers=auth_headers())
+            return Client(address)
         except AuthenticationError as error:
             raise ClusterError(
                 f"--address={address}: the cluster asks for a token ({first_line(error)}); save the head node's "
@@ -195,15 +238,6 @@ def connect(address: str) -> Client:
                 f"--address={address}: no Ray dashboard answers there ({first_line(error)}); start the head node with "
                 "`ray start --head --dashboard-host 0.0.0.0`, and check that this machine reaches that host and port"
             ) from error
-
-
-def auth_headers() -> dict[str, str]:
-    """The token that Ray's own tools would use. Ray's client sends it by itself only if RAY_AUTH_MODE says so."""
-    if "RAY_AUTH_MODE" in os.environ:
-        return {}
-    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
-    token = os.environ.get("RAY_AUTH_TOKEN") or (file.read_text() if file.is_file() else "")
-    return {"Authorization": f"Bearer {token.strip()}"} if token.strip() else {}
 
 
 def send(client: Client, job_id: str, package: Path, config: Config) -> None:
@@ -222,7 +256,7 @@ def send(client: Client, job_id: str, package: Path, config: Config) -> None:
 
 def how_to(client: Client, job_id: str) -> str:
     """The commands that follow and stop a job."""
-    auth = "RAY_AUTH_MODE=token " if auth_headers() else ""
+    auth = "RAY_AUTH_MODE=token " if client.asked_for_token else ""
     where = f"--address {client.get_address()}"
     return (
         f"  follow: {auth}ray job logs {where} --follow {job_id}\n"

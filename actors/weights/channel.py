@@ -6,6 +6,7 @@ aborted. So a dead receiver leaves no process waiting, and nothing relies on a l
 """
 
 import contextlib
+import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from actors.environment import LOOPBACK
 from rlhf.errors import DeadlineError, WeightSyncError, one_line
 
 NUM_SLOTS = 2  # one is in flight while the other is filled or emptied
@@ -37,6 +39,22 @@ class Rendezvous:
     port: int
     name: str  # unique in the store
     num_receivers: int  # processes, numbered from 0
+
+
+def host_store(address: str, timeout_s: float) -> dist.TCPStore:
+    """A store that lives in this process, at an address of its node, on a free port.
+
+    It listens on all interfaces, as torch's stores do; at the loopback address, on that interface alone.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    if address != LOOPBACK:
+        return dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    listener = socket.create_server((address, 0))
+    port = listener.getsockname()[1]
+    listening = listener.detach()  # the store closes it
+    return dist.TCPStore(
+        address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listening
+    )
 
 
 class Session:

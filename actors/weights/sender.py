@@ -1,13 +1,12 @@
 """The learner's end of a weight publish, on each of its ranks."""
 
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from actors.weights.channel import NUM_SLOTS, Rendezvous, Ring, Sender, Session, TransferAbortedError
+from actors.weights.channel import NUM_SLOTS, Rendezvous, Ring, Sender, Session, TransferAbortedError, host_store
 from actors.weights.object_store import StoredBucket
 from actors.weights.routes import ObjectStore, session_route
 from rlhf.models.packed import PackedModel
@@ -30,8 +29,7 @@ class WeightSender:
 
     def host_rendezvous(self, address: str, timeout_s: float) -> int:
         """Opens the store in which all sessions meet; returns its port (rank 0)."""
-        timeout = timedelta(seconds=timeout_s)
-        self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        self._store = host_store(address, timeout_s)
         return self._store.port
 
     def join(self, route: str, rendezvous: Rendezvous, timeout_s: float) -> dict[str, bytes]:

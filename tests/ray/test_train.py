@@ -3,8 +3,10 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -117,6 +119,42 @@ def test_a_sampler_that_differs_from_the_learner_ends_the_run_before_anything_is
     assert not (Path(config.run_dir) / "checkpoints").exists()
 
 
+def outward_interface() -> dict[str, str]:
+    """What tells gloo to use an interface that other machines can reach, if there is one."""
+    others = [
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(a.family == socket.AF_INET and not a.address.startswith("127.") for a in addresses)
+    ]
+    return {"GLOO_SOCKET_IFNAME": others[0]} if others else {}
+
+
+def assert_out_of_reach(driver: int) -> None:
+    """No process of a local run listens where another machine could connect."""
+    processes = [psutil.Process(driver), *psutil.Process(driver).children(recursive=True)]
+    open_at = {}
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for one in process.net_connections("inet"):
+                if one.status == psutil.CONN_LISTEN or one.type == socket.SOCK_DGRAM:
+                    open_at[one.laddr] = process.name()
+    assert {"gcs_server", "raylet"} <= set(open_at.values())
+    assert any("LearnerActor" in name for name in open_at.values())
+    assert any("RolloutActor" in name for name in open_at.values())
+    exposed = {at: name for at, name in open_at.items() if not at.ip.removeprefix("::ffff:").startswith("127.")}
+    assert exposed == {}
+
+
+def scale_from_another_shell(printed: str, environment: dict[str, str]) -> None:
+    """With the address that the run prints, and the token that Ray made for it."""
+    found = re.search(r"on the Ray cluster at (\S+)", printed)
+    assert found, printed
+    command = python_module("jobs.cli", "scale", "--run", "grpo_tiny", "--address", found[1])
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "grpo_tiny: wants 1 default" in done.stdout
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_or_a_scheduler_s_sigterm_finishes_the_step_saves_and_says_how_to_go_on(
     tiny_model_dir: Path, tmp_path: Path, number: signal.Signals
@@ -125,31 +163,29 @@ def test_ctrl_c_or_a_scheduler_s_sigterm_finishes_the_step_saves_and_says_how_to
         *python_module("jobs.cli", "train", "-c", "conf/grpo_tiny.yaml", f"model.path={tiny_model_dir}"),
         *(f"run_dir={tmp_path}", "num_steps=100000", "learner.num_ranks=1", "algorithm.beta=0", "placement.device=cpu"),
     ]
-    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | outward_interface()
+    log, metrics = tmp_path / "log", tmp_path / "metrics.jsonl"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
     try:
         ends = time.monotonic() + 150
-        metrics = tmp_path / "metrics.jsonl"
         while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 2):
-            assert time.monotonic() < ends and process.poll() is None, process.communicate(timeout=30)[0]
+            assert time.monotonic() < ends and process.poll() is None, log.read_text()
             time.sleep(0.2)
+        assert_out_of_reach(process.pid)
+        scale_from_another_shell(log.read_text(), environment)
         if number == signal.SIGINT:
             os.killpg(process.pid, number)  # as a terminal does: to the whole foreground group
         else:
             for one in [*psutil.Process(process.pid).children(recursive=True), process]:  # as Slurm does: to all
                 with contextlib.suppress(psutil.NoSuchProcess):
                     one.send_signal(number)
-        output, _ = process.communicate(timeout=90)
+        process.wait(timeout=90)
     finally:
         process.kill()
+    output = log.read_text()
     assert process.returncode == 128 + number, output
     assert "stopping at the end of this step" in output
     assert "resumes from there" in output

@@ -20,12 +20,12 @@ class WarmRanks:
         remote = ray.remote(actor).options(num_cpus=1, runtime_env={"env_vars": CPU_ENV})
         self.handles = [remote.remote(config, rank, num_ranks) for rank in range(num_ranks)]
         self.group = ActorGroup.locate(actor.ROLE, self.handles, DEADLINE).result()
+        self._root = self.group.members[0].node, ray.get(self.handles[0].host_store.remote(), timeout=60)
 
     def start(self, config: Config) -> LearnerGroup:
         """A fresh learner, in place of the one before."""
         ray.get([handle.__ray_call__.remote(_become, config) for handle in self.handles], timeout=60)
-        root = self.group.members[0].node, ray.get(self.handles[0].free_port.remote(), timeout=60)
-        self.group.call("start", *root, deadline=DEADLINE, doing="starting").result()
+        self.group.call("start", *self._root, deadline=DEADLINE, doing="starting").result()
         return LearnerGroup(self.group, config.timeouts)
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
-"""What a process is told of its GPU: whether its memory segments may grow (not vLLM's), and who sees none."""
+"""What a process is told of its GPU (whether its memory segments may grow, who sees none) and of its network."""
 
 from pathlib import Path
 
 import pytest
+import ray
 
 from actors.cluster import ActorCluster
 from actors.environment import gpu_env
@@ -36,3 +37,14 @@ def test_who_asks_for_no_gpu_sees_none(slot: Slot, hidden: bool) -> None:
     cluster._config, cluster.device = load_config(CONF / "grpo_tiny.yaml"), "gpu"
     env = cluster._env("reward", slot)
     assert (env.get("CUDA_VISIBLE_DEVICES") == "") == hidden
+
+
+@pytest.mark.parametrize(("address", "told"), [("127.0.0.1", ["lo", "=lo", "127.0.0.1"]), ("10.0.0.1", [None] * 3)])
+def test_collectives_and_vllm_stay_on_the_loopback_interface_of_a_local_run(
+    monkeypatch: pytest.MonkeyPatch, address: str, told: list[str | None]
+) -> None:
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: address)
+    cluster = object.__new__(ActorCluster)
+    cluster._config, cluster.device = load_config(CONF / "grpo_tiny.yaml"), "cpu"
+    env = cluster._env("learner", Slot("learner", 0, 1.0, 0.0))
+    assert [env.get(name) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP")] == told

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import psutil
 import pytest
 import ray
 import torch
@@ -19,6 +20,7 @@ from actors.weights.channel import (
     Sender,
     Session,
     TransferAbortedError,
+    host_store,
 )
 from actors.weights.routes import ROUTES, ObjectStore, SessionRoute, choose_route, session_route
 from rlhf.planning.topology import Device
@@ -28,6 +30,16 @@ PATIENCE_S = 10.0  # ends a test that hangs
 SLOT_BYTES = 6
 BUCKETS = [torch.arange(first, first + size, dtype=torch.uint8) for first, size in ((10, 6), (20, 3), (30, 5))]
 CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("address", "alone"), [("127.0.0.1", True), ("127.0.0.2", False)])
+def test_a_store_at_the_loopback_address_listens_there_alone(address: str, alone: bool) -> None:
+    store = host_store(address, PATIENCE_S)
+    here = psutil.Process().net_connections("tcp")
+    (at,) = [c.laddr.ip for c in here if c.status == psutil.CONN_LISTEN and c.laddr.port == store.port]
+    assert (at == "127.0.0.1") == alone
+    Session(Rendezvous(address, store.port, "weights", 1), PATIENCE_S).store.set("who", "met")
+    assert store.get("weights/who") == b"met"
 
 
 @pytest.fixture

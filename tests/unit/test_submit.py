@@ -1,11 +1,14 @@
 """What `rlhf submit` decides before it reaches a cluster, and how it follows a log. No Ray is started."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
+import threading
 import zipfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,19 +128,103 @@ def test_a_silent_listener_meets_the_deadline(monkeypatch: pytest.MonkeyPatch) -
         submit.connect(f"http://127.0.0.1:{silent.getsockname()[1]}")
 
 
-def test_token_is_sent_where_ray_would_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
+class Dashboard(BaseHTTPRequestHandler):
+    """A dashboard that wants a token ('': none) and notes what it is sent."""
+
+    token = ""
+    sent: list[str]
+
+    def do_GET(self) -> None:
+        given = self.headers.get("Authorization", "")
+        self.sent.append(given)
+        right = not self.token or given == f"Bearer {self.token}"
+        self.send_response(200 if right else 403 if given else 401)
+        self.end_headers()
+        answer = {"ray_version": "2.60.0"} if self.path == "/api/version" else []
+        self.wfile.write(json.dumps(answer).encode() if right else b"Unauthorized")
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing on stderr."""
+
+
+@pytest.fixture
+def dashboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[str, type[Dashboard]]]:
+    """Its address, and what it does. The token here is 'secret', and RAY_AUTH_MODE tells Ray to send it."""
+    from ray.dashboard.modules import dashboard_sdk
+
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
-    assert submit.auth_headers() == {}
-    (tmp_path / "token").write_text("abc\n")
-    assert submit.auth_headers() == {"Authorization": "Bearer abc"}
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    assert submit.auth_headers() == {}  # Ray's client acts on this by itself
+    (tmp_path / "token").write_text("secret\n")
+    bearer = {"Authorization": "Bearer secret"}
+    monkeypatch.setattr(dashboard_sdk, "get_auth_headers_if_auth_enabled", lambda _: dict(bearer))
+    handler = type("Handler", (Dashboard,), {"sent": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", handler
+        server.shutdown()
+        thread.join()
+
+
+def test_a_cluster_that_does_not_ask_for_the_token_never_sees_it(dashboard: tuple[str, type[Dashboard]]) -> None:
+    address, handler = dashboard
+    client = submit.connect(address)
+    assert client.list_jobs() == []
+    assert len(handler.sent) > 1 and set(handler.sent) == {""}
+    assert "RAY_AUTH_MODE" not in submit.how_to(client, "job")
+
+
+@pytest.mark.parametrize(("here", "warnings"), [(True, 0), (False, 1)])
+def test_a_cluster_that_asks_for_the_token_gets_it_and_over_a_network_there_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    dashboard: tuple[str, type[Dashboard]],
+    here: bool,
+    warnings: int,
+) -> None:
+    monkeypatch.setattr(submit, "is_this_machine", lambda _: here)
+    address, handler = dashboard
+    handler.token = "secret"
+    client = submit.connect(address)
+    assert client.list_jobs() == []
+    assert handler.sent[0] == "" and set(handler.sent[1:]) == {"Bearer secret"}
+    assert "RAY_AUTH_MODE=token ray job logs" in submit.how_to(client, "job")
+    said = capsys.readouterr().err
+    assert said.count("\n") == warnings and said.count(f"warning: --address={address}: the token is sent") == warnings
+
+
+@pytest.mark.parametrize(("token", "sent"), [("", [""]), ("old", ["", "Bearer old"])])
+def test_without_the_right_token_it_is_one_line(
+    dashboard: tuple[str, type[Dashboard]], tmp_path: Path, token: str, sent: list[str]
+) -> None:
+    (tmp_path / "token").write_text(token)
+    address, handler = dashboard
+    handler.token = "secret"
+    with pytest.raises(ClusterError, match=rf"^--address={address}: the cluster asks for a token \(.*; save .*$"):
+        submit.connect(address)
+    assert handler.sent == sent
+
+
+@pytest.mark.parametrize(
+    ("address", "warns"),
+    [
+        ("http://203.0.113.77:8265", True),  # an address for documentation: nobody's
+        ("https://203.0.113.77:8265", False),
+        ("http://localhost:8265", False),
+        ("http://127.0.0.1:8265", False),
+    ],
+)
+def test_only_an_unencrypted_connection_that_leaves_this_machine_is_warned_of(
+    capsys: pytest.CaptureFixture[str], address: str, warns: bool
+) -> None:
+    submit.warn_of_listeners(address)
+    assert (f"warning: --address={address}: " in capsys.readouterr().err) == warns
 
 
 class FakeClient:
     """A job whose log stream breaks once, after its first chunk."""
+
+    asked_for_token = False
 
     def __init__(self, *statuses: Any) -> None:
         self.statuses = list(statuses)
