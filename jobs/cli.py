@@ -124,7 +124,7 @@ def submit(
         typer.Option(help="Code to upload, e.g. with your own rewards.  [default: this checkout]", show_default=False),
     ] = None,
     installed: Annotated[
-        bool, typer.Option("--installed", help="Upload no code: the nodes have rlhf installed.")
+        bool, typer.Option("--installed", help="The nodes have rlhf installed: upload only functions of your own.")
     ] = False,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Do not follow the log; exit 0 once submitted.")] = False,
 ) -> None:
