@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from actors.group import RankActor
 from rlhf.batch import Rollout, TrainBatch
 from rlhf.config import Config
-from rlhf.models.loading import load_policy, load_scalar
+from rlhf.models.loading import load_policy, load_scalar, load_tokenizer
 from rlhf.models.scorer import FrozenScorer
 from rlhf.rewards import MODEL_NAME, RewardFunctions, Scoring, load_reward_functions
 from rlhf.rewards.model import RewardModel
@@ -63,7 +63,7 @@ class RewardModelActor(RankActor):
         """Loads the model and its tokenizer, and checks that packing gives its own numbers."""
         settings, device = self._config.reward.model, local_rank_device()
         assert settings is not None
-        self._decoder = policy_tokenizer(self._config)
+        self._decoder = load_tokenizer(self._config.model)
         self._on_shared_gpu = shares_gpu(self._config, device)
         key = "reward.model.path"
         torch.manual_seed(self._config.seed)  # makes a random head the same in every replica
@@ -113,7 +113,7 @@ class RewardActor(RankActor):
 
     def start(self) -> None:
         """Loads the functions, and starts the process of the synchronous ones."""
-        self._decoder = policy_tokenizer(self._config)
+        self._decoder = load_tokenizer(self._config.model)
         self._functions = RewardFunctions(
             load_reward_functions(self._config.reward.functions),
             timeout_s=self._config.reward.function_timeout_s,
@@ -129,11 +129,6 @@ class RewardActor(RankActor):
     def _submit(self, group: Sequence[Rollout]) -> Scoring:
         texts = decode(self._decoder, group) if self._functions.needs_text else None
         return self._functions.submit([r.prompt for r in group], texts, [r.token_ids for r in group])
-
-
-def policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """What the policy's tokens mean."""
-    return AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, rollouts: Sequence[Rollout]) -> list[str]:

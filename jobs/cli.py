@@ -3,16 +3,19 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from rlhf.config import Config
 from rlhf.errors import ConfigError, DataError, RlhfError
 from rlhf.ignored import ignored_settings
+from rlhf.paths import with_full_paths
 from rlhf.planning.topology import Device
 from rlhf.recipes import load_config, validate_model
 from rlhf.reward_config import RewardTrainingConfig
+
+AnyConfig = TypeVar("AnyConfig", Config, RewardTrainingConfig)
 
 USER_ERROR = 2  # exit code for what the user can fix in the command, the config or the data
 RUN_ERROR = 1
@@ -31,10 +34,22 @@ def root() -> None:
     """Distributed RLHF on Ray: PPO, GRPO and RLOO with DeepSpeed learners and vLLM rollouts."""
 
 
+def read(recipe: Path, overrides: list[str] | None, schema: type[AnyConfig] = Config) -> AnyConfig:  # type: ignore[assignment]
+    """The configuration; what is relative in it starts in the current directory."""
+    return with_full_paths(load_config(recipe, overrides or [], schema), Path.cwd())
+
+
 @app.command()
-def train(config: ConfigOption, overrides: Overrides = None) -> None:
+def train(
+    config: ConfigOption,
+    overrides: Overrides = None,
+    submitted: Annotated[
+        bool, typer.Option("--submitted", hidden=True, help="Leave the recipe's paths alone.")
+    ] = False,
+) -> None:
     """Train. Resumes from the run directory's newest checkpoint unless checkpoint.resume=none."""
-    settings = load_config(config, overrides or [])
+    # a job starts in the upload, with functions' files in it, which every node has in a place of its own
+    settings = load_config(config, overrides or []) if submitted else read(config, overrides)
     warn_of_ignored(settings)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from jobs.train import train as run  # torch and Ray load only after the configuration has proved valid
@@ -57,7 +72,7 @@ def exit_if_interrupted(summary: dict[str, Any]) -> None:
 @app.command()
 def train_reward(config: ConfigOption, overrides: Overrides = None) -> None:
     """Train a reward model from preference pairs, e.g. conf/reward_tiny.yaml. Resumes as train does."""
-    settings = load_config(config, overrides or [], RewardTrainingConfig)
+    settings = read(config, overrides, RewardTrainingConfig)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from jobs.train_reward import train_reward as run
 
@@ -85,7 +100,7 @@ def plan(
 
     Fails if a GPU would not hold what is placed on it.
     """
-    settings = load_config(config, overrides or [])
+    settings = read(config, overrides)
     warn_of_ignored(settings)
     validate_model(settings)
     from jobs.plan import show_memory, show_placement, show_seconds
@@ -109,12 +124,12 @@ def submit(
         typer.Option(help="Code to upload, e.g. with your own rewards.  [default: this checkout]", show_default=False),
     ] = None,
     installed: Annotated[
-        bool, typer.Option("--installed", help="Upload no code: the nodes have rlhf installed.")
+        bool, typer.Option("--installed", help="The nodes have rlhf installed: upload only functions of your own.")
     ] = False,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Do not follow the log; exit 0 once submitted.")] = False,
 ) -> None:
     """Train on a running Ray cluster, as a Ray job. Paths must be on a file system that its nodes share."""
-    settings = load_config(config, overrides or [])
+    settings = read(config, overrides)
     validate_model(settings)
     from jobs.submit import submit as send
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from actors.cluster import ActorCluster
 from rlhf.checkpoint import CheckpointStore
-from rlhf.config import Config, ModelConfig
+from rlhf.config import Config
 from rlhf.driver import Driver
 from rlhf.errors import ConfigError, DeadlineError, GpuMemoryError, RoleLostError
 from rlhf.recipes import to_yaml
@@ -30,17 +30,6 @@ from rlhf.tracking import Tracker, print_summary, write_summary
 Actors = TypeVar("Actors", bound=ActorCluster)
 AnyConfig = TypeVar("AnyConfig", Config, RewardTrainingConfig)
 Loop = Driver | RewardTraining
-
-
-def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer. Raises ConfigError naming model.path."""
-    try:
-        return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path={model.path}: no tokenizer can be loaded from there ({str(error).splitlines()[0]}); give a "
-            "Hugging Face directory, or a hub id that this machine can reach"
-        ) from error
 
 
 def find_start(config: AnyConfig, checkpoints: CheckpointStore) -> tuple[AnyConfig, dict[str, Any] | None]:

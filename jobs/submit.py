@@ -1,13 +1,12 @@
 """`rlhf submit`: the same run as `rlhf train`, as a job on a Ray cluster that is already up.
 
-One zip is uploaded: the validated configuration and, unless the nodes have it installed, the code. Ray unpacks it on
-every node that runs one of our actors and puts it first on their import path. Models, data and the run directory are
-not uploaded: they are on a file system that all nodes share, so submitting makes relative paths absolute.
+One zip is uploaded: the validated configuration, the files of the user's functions and, unless the nodes have it
+installed, the code. Ray unpacks it on every node that runs one of our actors, starts them there and puts it first on
+their import path. Models, data and the run directory are not uploaded: they are on a file system that all nodes share.
 """
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import re
@@ -29,12 +28,13 @@ from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from actors.connect import ray_token
 from rlhf.config import Config
-from rlhf.data.tasks import task_name
 from rlhf.errors import ClusterError, ConfigError
+from rlhf.paths import with_function_files
 from rlhf.recipes import to_yaml
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 CONFIG_NAME = "rlhf_submit.yaml"  # in the job's working directory
+FUNCTIONS_DIR = "rlhf_submit"  # beside it: the files of the user's functions that are not in the uploaded directory
 INTERRUPTED = 130  # exit code of a job that was stopped, and of following one that was left running
 
 CONNECT_TIMEOUT_S = 10.0
@@ -46,18 +46,19 @@ LOST_CONTACT_TIMEOUT_S = 120.0  # of silence from the cluster, before we stop fo
 WORKING_DIR_LIMIT_MIB = 100  # before compression; code is far below it, a forgotten checkpoint far above
 SKIPPED_ANYWHERE = re.compile(r"\..*|__pycache__|.*\.egg-info|node_modules")  # hidden files hold tokens and caches
 SKIPPED_AT_THE_TOP = frozenset({"models", "runs", "data", "build", "dist", "wandb"})
-HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
 def submit(config: Config, *, address: str, working_dir: Path | None, installed: bool, wait: bool) -> int:
     """Submits the run and, with ``wait``, follows its log to the end. Returns the exit code for the command.
 
-    That is the code of `rlhf train` on the cluster; 130 if the job was stopped, or left running by Ctrl-C; 0 without
-    ``wait``. Raises ConfigError for what is wrong here, ClusterError if the cluster cannot be reached.
+    ``config`` has full paths. The code is that of `rlhf train` on the cluster; 130 if the job was stopped, or left
+    running by Ctrl-C; 0 without ``wait``. Raises ConfigError for what is wrong here, ClusterError if the cluster cannot
+    be reached.
     """
     check_address(address)
     root = code_directory(working_dir, installed)
-    config = for_cluster(config, Path.cwd())
+    if config.ray.address is not None:
+        raise ConfigError(f"ray.address={config.ray.address}: a submitted job joins the cluster at --address; unset it")
     job_id = f"{re.sub(r'[^A-Za-z0-9_-]', '-', config.name)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     with TemporaryDirectory(prefix="rlhf-submit-") as scratch:
         package = Path(scratch) / "working_dir.zip"
@@ -106,53 +107,32 @@ def code_directory(working_dir: Path | None, installed: bool) -> Path | None:
     return root.resolve()
 
 
-def for_cluster(config: Config, base: Path) -> Config:
-    """The configuration with every local path absolute; relative ones start at ``base``.
-
-    A model path that exists here is local; one that does not exist but looks like a hub id is kept.
-    """
-    if config.ray.address is not None:
-        raise ConfigError(f"ray.address={config.ray.address}: a submitted job joins the cluster at --address; unset it")
-
-    def local(path: str) -> str:
-        return os.path.normpath(base / path)
-
-    def model(path: str | None) -> str | None:
-        is_hub_id = path is not None and HUB_ID.fullmatch(path) and not (base / path).exists()
-        return path if path is None or is_hub_id else local(path)
-
-    def data(source: str | None) -> str | None:
-        return source if source is None or task_name(source) is not None else local(source)
-
-    def replace(section: Any, **paths: str | None) -> Any:
-        return dataclasses.replace(section, **paths)
-
-    resume, reward = config.checkpoint.resume, config.reward
-    return dataclasses.replace(
-        config,
-        run_dir=local(config.run_dir),
-        model=replace(config.model, path=model(config.model.path)),
-        data=replace(config.data, train=data(config.data.train), eval=data(config.data.eval)),
-        critic=replace(config.critic, path=model(config.critic.path)),
-        reference=replace(config.reference, path=model(config.reference.path)),
-        reward=replace(reward, model=reward.model and replace(reward.model, path=model(reward.model.path))),
-        checkpoint=replace(config.checkpoint, resume=resume if resume in ("auto", "none") else local(resume)),
-    )
-
-
 def pack(package: Path, root: Path | None, config: Config) -> None:
-    """Writes the zip that becomes the job's working directory. Raises ConfigError if it would be too large."""
-    files = list(code_files(root)) if root else []
-    sizes = {file: file.stat().st_size for file in files}
+    """Writes the zip that becomes the job's working directory. Raises ConfigError if it would be too large, or if a
+    function's file is not here."""
+    files = {str(file.relative_to(root)): file for file in code_files(root)} if root else {}
+    sizes = {file: file.stat().st_size for file in files.values()}
     if sum(sizes.values()) > WORKING_DIR_LIMIT_MIB << 20:
-        largest = sorted(files, key=sizes.__getitem__)[-3:]
+        largest = sorted(sizes, key=sizes.__getitem__)[-3:]
         raise ConfigError(
             f"--working-dir={root}: {sum(sizes.values()) >> 20} MiB to upload, more than {WORKING_DIR_LIMIT_MIB} MiB; "
             f"the largest files are {', '.join(map(str, largest))}; move data to the file system that the nodes share"
         )
+
+    def upload(key: str, path: str) -> str:
+        """Where a function's file is in the zip."""
+        if not (file := Path(path).resolve()).is_file():
+            raise ConfigError(f"{key}: no such file {path}; it is uploaded from here: correct the path")
+        names = (name for name, uploaded in files.items() if uploaded.resolve() == file)
+        name = next(names, f"{FUNCTIONS_DIR}/{file.name}")
+        if files.setdefault(name, file) != file:
+            raise ConfigError(f"{key}: {files[name]} has the same name, and both are uploaded; rename one")
+        return name
+
+    config = with_function_files(config, upload)
     with zipfile.ZipFile(package, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
-        for file in files:
-            archive.write(file, file.relative_to(root or file))
+        for name, file in files.items():
+            archive.write(file, name)
         archive.writestr(CONFIG_NAME, to_yaml(config))
 
 
@@ -247,7 +227,8 @@ def send(client: Client, job_id: str, package: Path, config: Config) -> None:
     # by default `ray job stop` sends SIGTERM and kills 3 s later: a step takes longer, and so do the
     # checkpoint that is being written and its own
     runtime_env = {"working_dir": str(package), "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(int(stop_s))}}
-    entrypoint = f"exec python -m jobs.cli train -c {CONFIG_NAME}"  # exec: no shell in between that signals would end
+    # exec: no shell in between that signals would end
+    entrypoint = f"exec python -m jobs.cli train --submitted -c {CONFIG_NAME}"
     try:
         client.submit_job(entrypoint=entrypoint, submission_id=job_id, runtime_env=runtime_env)
     except (OSError, RuntimeError, ValueError) as error:

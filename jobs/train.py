@@ -15,7 +15,6 @@ from jobs.runs import (
     begin,
     ends_on_sigterm,
     find_start,
-    load_tokenizer,
     save_final,
     started,
     stops_at_step_end,
@@ -30,6 +29,7 @@ from rlhf.config import Config
 from rlhf.data.prompt_stream import PromptStream
 from rlhf.data.prompts import PromptSet, load_prompts
 from rlhf.driver import Driver
+from rlhf.models.loading import load_tokenizer
 from rlhf.planning.shapes import ModelShape
 from rlhf.recipes import validate_model
 from rlhf.resume import describe_run

@@ -13,7 +13,6 @@ from jobs.runs import (
     begin,
     ends_on_sigterm,
     find_start,
-    load_tokenizer,
     save_final,
     started,
     stops_at_step_end,
@@ -22,6 +21,7 @@ from jobs.runs import (
 from rlhf.checkpoint import CheckpointStore
 from rlhf.config import require
 from rlhf.data.preferences import Pair, PreferenceSet, load_preferences
+from rlhf.models.loading import load_tokenizer
 from rlhf.resume import describe_run
 from rlhf.reward_config import RewardTrainingConfig
 from rlhf.reward_driver import RewardTraining, count_steps

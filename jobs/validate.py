@@ -24,8 +24,7 @@ def check_families(config: Config) -> None:
 def check_rewards(config: Config, prompts: PromptSet, eval_prompts: PromptSet | None) -> None:
     """Loads the reward functions, to find a wrong path or a column that they need and the data lack.
 
-    Raises RewardError or ConfigError for the functions, DataError for a column that is missing altogether or from one
-    row.
+    Raises ConfigError for the functions, DataError for a column that is missing altogether or from one row.
     """
     functions = RewardFunctions(
         load_reward_functions(config.reward.functions), timeout_s=config.reward.function_timeout_s

@@ -307,7 +307,7 @@ class ReferenceConfig(Section, key="reference"):
 
 @dataclass(frozen=True)
 class RewardFunctionConfig:
-    """One reward function: a built-in name or a dotted path ``package.module.function``."""
+    """One reward function: a built-in name, ``package.module.function`` or ``path/to/file.py:function``."""
 
     path: str = MISSING
     weight: Weight = 1.0

@@ -17,7 +17,7 @@ class DataError(RlhfError, ValueError):
 
 
 class RewardError(RlhfError, ValueError):
-    """A reward function cannot be loaded, raised, or returned something that is not one number per completion."""
+    """A reward function raised, or returned something that is not one number per completion."""
 
 
 class AlgorithmError(RlhfError, ValueError):

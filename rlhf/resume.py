@@ -7,6 +7,7 @@ every key whether it may differ.
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -222,9 +223,9 @@ def check_resume(directory: Path, state: Mapping[str, Any], run: Mapping[str, An
         change = f"{key} {_value(old)} -> {_value(new)}"
         if rule is None:
             refused.append(f"{change} (a key without a rule in rlhf/resume.py)")
-        elif rule.action == "refuse":
+        elif rule.action == "refuse" and not _has_moved(key, old, new, state, run):
             refused.append(f"{change} ({rule.reason})")
-        elif rule.action == "tell":
+        elif rule.action != "ignore":
             told.append(change)
     was, now = state.get("sources", {}), run["sources"]
     told += [f"the source of {key}" for key in now if key in was and was[key] != now[key]]
@@ -268,6 +269,12 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 def _same_path(one: Any, other: Any) -> bool:
     return isinstance(one, str) and isinstance(other, str) and Path(one).resolve() == Path(other).resolve()
+
+
+def _has_moved(key: str, old: Any, new: Any, state: Mapping[str, Any], run: Mapping[str, Any]) -> bool:
+    """Whether the user's function at ``key`` is the same one, in a file that is somewhere else."""
+    was, now = state.get("sources", {}).get(key), run["sources"].get(key)
+    return was is not None and was == now and re.split("[.:]", old)[-1] == re.split("[.:]", new)[-1]
 
 
 def _value(value: Any) -> str:

@@ -7,47 +7,54 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlhf.errors import RlhfError
+from rlhf.errors import ConfigError
+
+
+def split_file(path: str) -> tuple[str, str] | None:
+    """The file and the function of ``path/to/file.py:function``; None for a path of the other form."""
+    file, _, attribute = path.rpartition(":")
+    return (file, attribute) if ".py:" in path else None
 
 
 def load_function(
-    path: str, key: str, error_type: type[RlhfError], *, built_in: Mapping[str, Callable[..., Any]] | None = None
+    path: str, key: str, *, built_in: Mapping[str, Callable[..., Any]] | None = None
 ) -> Callable[..., Any]:
     """The function at ``path``; names in ``built_in`` take precedence. ``key``: where the configuration names it.
 
-    Raises ``error_type`` if it cannot be loaded.
+    Raises ConfigError if it cannot be loaded.
     """
     if built_in and path in built_in:
         return built_in[path]
-    if ".py:" in path:
-        file, _, attribute = path.rpartition(":")
-        module = _import_file(Path(file).expanduser(), key, error_type)
+    if named := split_file(path):
+        file, attribute = named
+        module = _import_file(Path(file).expanduser(), key)
     else:
         module_name, _, attribute = path.rpartition(".")
         if not module_name or not attribute:
             wrong = f"is not a built-in function ({', '.join(sorted(built_in))})" if built_in else "names no module"
             use = "use one of them, " if built_in else "use "
-            raise error_type(f"{key} {wrong}; {use}package.module.function, or path/to/file.py:function")
-        module = _import_module(module_name, key, error_type)
+            raise ConfigError(f"{key} {wrong}; {use}package.module.function, or path/to/file.py:function")
+        module = _import_module(module_name, key)
     if not hasattr(module, attribute):
         functions = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
-        raise error_type(f"{key}: the module has no {attribute!r}; its callables are {', '.join(functions) or 'none'}")
+        raise ConfigError(f"{key}: the module has no {attribute!r}; its callables are {', '.join(functions) or 'none'}")
     call = getattr(module, attribute)
     if not callable(call):
-        raise error_type(f"{key} is a {type(call).__name__}, not callable; name a function")
+        raise ConfigError(f"{key} is a {type(call).__name__}, not callable; name a function")
     return call
 
 
 def source_digest(path: str) -> str | None:
     """Hex digest of the file that defines the loaded function at ``path``; None if there is no file."""
-    if ".py:" in path:
-        file = Path(path.rpartition(":")[0]).expanduser()
+    if named := split_file(path):
+        file = Path(named[0]).expanduser()
     else:
         module = sys.modules.get(path.rpartition(".")[0])
         file = Path(getattr(module, "__file__", None) or "")
@@ -69,21 +76,24 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def _import_module(name: str, key: str, error_type: type[RlhfError]) -> ModuleType:
+def _import_module(name: str, key: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as error:  # a module may raise anything while it is imported
         missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else "?"
         if name == missing or name.startswith(f"{missing}."):
             remedy = "install it, add its directory to PYTHONPATH, or use path/to/file.py:function"
-            raise error_type(f"{key}: no module {missing!r}; {remedy}") from error
-        raise error_type(f"{key}: importing it failed: {described(error)}; fix the module") from error
+            raise ConfigError(f"{key}: no module {missing!r}; {remedy}") from error
+        raise ConfigError(f"{key}: importing it failed: {described(error)}; fix the module") from error
 
 
-def _import_file(file: Path, key: str, error_type: type[RlhfError]) -> ModuleType:
+def _import_file(file: Path, key: str) -> ModuleType:
     """Imports a file once per process: two functions of one file share its module."""
     if not file.is_file():
-        raise error_type(f"{key}: no such file {file.absolute()}; give its full path")
+        raise ConfigError(
+            f"{key}: no such file {file.absolute()} on {socket.gethostname()}; correct it, put it where all nodes see "
+            "it at that path, or upload it with `rlhf submit`"
+        )
     resolved = file.resolve()
     name = f"rlhf_user_{resolved.stem}_{hashlib.sha256(str(resolved).encode()).hexdigest()[:8]}"
     if name in sys.modules:
@@ -96,5 +106,5 @@ def _import_file(file: Path, key: str, error_type: type[RlhfError]) -> ModuleTyp
         spec.loader.exec_module(module)
     except Exception as error:  # a module may raise anything while it is imported
         del sys.modules[name]
-        raise error_type(f"{key}: importing it failed: {described(error)}; fix the module") from error
+        raise ConfigError(f"{key}: importing it failed: {described(error)}; fix the module") from error
     return module

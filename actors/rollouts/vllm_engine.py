@@ -14,6 +14,7 @@ from actors.rollouts.vllm_errors import ErrorOutput
 from actors.rollouts.vllm_settings import engine_args
 from actors.weights.channel import TransferAbortedError
 from rlhf.errors import RlhfError, UnwrittenWeightsError
+from rlhf.paths import check_model_directory
 from rlhf.training.weights import TensorSpec, to_plain
 
 
@@ -21,7 +22,8 @@ class VllmEngine:
     """Implements ``actors.rollouts.engine.Engine``."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        """Returns once the engine is up. Raises RuntimeError saying why it did not start."""
+        """Returns once the engine is up. Raises ConfigError or RuntimeError saying why it did not start."""
+        check_model_directory(spec.model_path, "model.path")
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 

@@ -71,7 +71,7 @@ class CustomFunction:
         """What ``algorithm.<name>=path`` names. Raises ConfigError if it does not load, or does not accept ``inputs``
         and the kwargs."""
         setting = f"algorithm.{name}={path}"
-        function = cls(setting, load_function(path, setting, ConfigError), kwargs)
+        function = cls(setting, load_function(path, setting), kwargs)
         try:
             inspect.signature(function.call).bind(None, **kwargs)
         except (TypeError, ValueError) as error:

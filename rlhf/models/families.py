@@ -13,6 +13,7 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from rlhf.errors import ConfigError
+from rlhf.paths import check_model_directory
 from rlhf.planning.shapes import EXPERT_KEYS
 
 PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -53,6 +54,7 @@ def load_model_config(path: str, *, key: str, max_tokens: int | None, trust_remo
     ``key`` names the model in errors; ``max_tokens``: the longest sequence of the run, None: the model's limit. Raises
     ConfigError if the family is not supported.
     """
+    check_model_directory(path, key)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

@@ -3,12 +3,20 @@
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
+from rlhf.config import ModelConfig
 from rlhf.errors import ConfigError
 from rlhf.models.attention import PACKED_ATTENTION
 from rlhf.models.families import Adjusted, load_model_config
 from rlhf.models.packed import PolicyModel, ScalarModel
+from rlhf.paths import check_model_directory
 
 
 def load_policy(
@@ -91,3 +99,15 @@ def _load(
     if not lm._can_set_attn_implementation():
         raise irreplaceable
     return lm, sorted(loading["missing_keys"])
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer. Raises ConfigError naming model.path."""
+    check_model_directory(model.path, "model.path")
+    try:
+        return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path={model.path}: no tokenizer can be loaded from there ({str(error).splitlines()[0]}); give a "
+            "Hugging Face directory, or a hub id that this machine can reach"
+        ) from error

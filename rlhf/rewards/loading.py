@@ -113,8 +113,8 @@ def _is_finite(number: Any) -> bool:
 def load_reward_functions(configs: Sequence[RewardFunctionConfig]) -> list[RewardFunction]:
     """Loads them in order; a repeated name, or the reward model's, gets ``_2``, ``_3``, ... appended.
 
-    A path is a built-in name, ``package.module.function`` or ``path/to/file.py:function``. Raises RewardError if one
-    cannot be loaded or called as a reward function, ConfigError if its kwargs do not fit; both name the key.
+    A path is a built-in name, ``package.module.function`` or ``path/to/file.py:function``. Raises ConfigError, naming
+    the key, if one cannot be loaded or called as a reward function, or if its kwargs do not fit.
     """
     functions: list[RewardFunction] = []
     for index, config in enumerate(configs):
@@ -141,8 +141,8 @@ def _unique(name: str, taken: Collection[str]) -> str:
 
 
 def resolve(path: str, key: str) -> Callable[..., Any]:
-    """The function at ``path``; ``key``: where the configuration names it. Raises RewardError if it does not load."""
-    return load_function(path, key, RewardError, built_in=BUILT_IN)
+    """The function at ``path``; ``key``: where the configuration names it. Raises ConfigError if it does not load."""
+    return load_function(path, key, built_in=BUILT_IN)
 
 
 def _check_signature(call: Callable[..., Any], key: str) -> None:
@@ -150,9 +150,9 @@ def _check_signature(call: Callable[..., Any], key: str) -> None:
     try:
         named = named_parameters(call)
     except (TypeError, ValueError) as error:
-        raise RewardError(f"{key}: its signature cannot be read; {remedy}") from error
+        raise ConfigError(f"{key}: its signature cannot be read; {remedy}") from error
     if not takes_any_keyword(call) and not set(ARGUMENTS) & set(named):
-        raise RewardError(f"{key}: it takes none of {', '.join(ARGUMENTS)} by keyword; {remedy}")
+        raise ConfigError(f"{key}: it takes none of {', '.join(ARGUMENTS)} by keyword; {remedy}")
 
 
 def _check_kwargs(call: Callable[..., Any], kwargs: Mapping[str, Any], key: str) -> None:

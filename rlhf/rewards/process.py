@@ -18,7 +18,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rlhf.errors import DeadlineError, RewardError
+from rlhf.errors import ConfigError, DeadlineError, RewardError
 from rlhf.processes import end_with_parent
 from rlhf.rewards.loading import RewardFunction, resolve
 from rlhf.stacks import answer_signals
@@ -50,7 +50,8 @@ class FunctionProcess:
         self._child: Child | None = None
 
     def start(self) -> None:
-        """Starts the child, if there is any function, so that no call waits for it. Raises as ``score`` does."""
+        """Starts the child, if there is any function, so that no call waits for it. Raises ConfigError if a function
+        cannot be loaded there, else as ``score`` does."""
         with self._turn:
             if self._functions:
                 self._living_child()
@@ -107,7 +108,7 @@ class FunctionProcess:
             ) from None
         if answer != LOADED:
             self._end_child()
-            raise RewardError(answer)
+            raise ConfigError(answer)
         return self._child
 
     def _end_child(self) -> None:
@@ -194,7 +195,7 @@ def serve(pipe: int, parent: int) -> None:
     try:
         specs: list[Spec] = connection.recv()
         functions = {name: RewardFunction(name, 0.0, resolve(path, key), path, key=key) for name, path, key in specs}
-    except RewardError as error:
+    except ConfigError as error:
         connection.send(str(error))
         return
     connection.send(LOADED)

@@ -45,7 +45,8 @@ class RewardFunctions:
     def start(self) -> None:
         """Starts the process of the sync functions, if there are any, so that the first group need not wait for it.
 
-        Raises RewardError if they cannot be loaded there, DeadlineError if that takes too long.
+        Raises ConfigError if one cannot be loaded there, RewardError if that ends the process, DeadlineError if it
+        takes too long.
         """
         self._process.start()
 

@@ -46,12 +46,14 @@ def where(completions, file, **columns):
     return [float(len(text)) for text in completions]
 """
 
-ALGORITHM = """
+ADVANTAGE = """
 import torch
 
 def ones(inputs):
     return torch.ones(len(inputs.rewards))
+"""
 
+LOSS = """
 def reinforce(inputs):
     return -inputs.advantages * inputs.logprobs, {"advantage": inputs.advantages}
 """
@@ -61,20 +63,24 @@ pytestmark = pytest.mark.ray
 
 @dataclass(frozen=True)
 class Head:
-    """A running Ray head: its dashboard, the directory it keeps sessions in, and a client's environment."""
+    """A running Ray head: its dashboard, its cluster, the directory it started in and keeps sessions in, and a client's
+    environment."""
 
     address: str
+    cluster: str
     temp_dir: Path
     env: dict[str, str]
 
-    def submit(self, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    def submit(self, *args: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
         """Runs `rlhf submit` on the tiny recipe."""
-        recipe = str(ROOT / "conf" / "grpo_tiny.yaml")
-        command = python_module("jobs.cli", "submit", "-c", recipe, "--address", self.address, *args)
+        return self.rlhf("submit", "--address", self.address, *args, cwd=cwd, **env)
+
+    def rlhf(self, command: str, *args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+        """Runs a command on the tiny recipe."""
         return subprocess.run(
-            command,
+            python_module("jobs.cli", command, "-c", str(ROOT / "conf" / "grpo_tiny.yaml"), *args),
             env=self.env | env,
-            cwd=ROOT,
+            cwd=cwd,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -130,10 +136,12 @@ def head() -> Iterator[Head]:
     )
     log = temp_dir / "start.log"
     with log.open("w") as output:
-        process = subprocess.Popen(command, env=head_env, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=temp_dir, env=head_env, stdout=output, stderr=output, start_new_session=True
+        )
     try:
         await_port(ports["dashboard-port"], process, log)
-        yield Head(f"http://127.0.0.1:{ports['dashboard-port']}", temp_dir, env)
+        yield Head(f"http://127.0.0.1:{ports['dashboard-port']}", f"127.0.0.1:{ports['port']}", temp_dir, env)
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -155,31 +163,48 @@ def await_port(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
     pytest.fail(f"the Ray head did not come up:\n{log.read_text()}")
 
 
-def test_job_trains_with_uploaded_code(head: Head, tiny_model_dir: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def project(tmp_path: Path, tiny_model_dir: Path) -> Path:
+    """A directory in which a command is given: its own functions, its data, and a model beside it."""
+    directory = tmp_path / "project"
+    directory.mkdir()
+    (directory / "my_loss.py").write_text(LOSS)
+    (directory / "my_data.jsonl").write_text("".join(f'{{"prompt": "say {word}"}}\n' for word in ("red", "blue")))
+    (tmp_path / "model").symlink_to(tiny_model_dir)
+    return directory
+
+
+RELATIVE = ("model.path=../model", "data.train=my_data.jsonl", "run_dir=run", "algorithm.loss=my_loss.py:reinforce")
+
+
+def test_job_trains_with_uploaded_code_and_shared_files(head: Head, project: Path, tmp_path: Path) -> None:
     code = tmp_path / "code"
     for package in ("rlhf", "actors", "jobs"):
         shutil.copytree(ROOT / package, code / package, ignore=shutil.ignore_patterns("__pycache__"))
     (code / "my_rewards.py").write_text(REWARD)
-    (code / "my_algorithm.py").write_text(ALGORITHM)
-    run_dir, seen = tmp_path / "run", tmp_path / "seen.txt"
+    (code / "my_advantage.py").write_text(ADVANTAGE)
+    seen = tmp_path / "seen.txt"
 
     reward = f"reward.functions=[{{path: my_rewards.where, kwargs: {{file: {seen}}}}}]"
-    done = head.submit(
-        f"--working-dir={code}",
-        *FAST,
-        f"model.path={tiny_model_dir}",
-        f"run_dir={run_dir}",
-        reward,
-        *("algorithm.advantage=my_algorithm.ones", "algorithm.loss=my_algorithm.py:reinforce"),
-        RAY_ADDRESS="ray://x",
-    )
+    own = (reward, "algorithm.advantage=my_advantage.ones")
+    done = head.submit(f"--working-dir={code}", *FAST, *RELATIVE, *own, cwd=project, RAY_ADDRESS="ray://x")
 
     assert done.returncode == 0, done.stdout
-    assert (run_dir / "summary.json").is_file()
+    assert (project / "run" / "summary.json").is_file()
     assert " succeeded" in done.stdout and "ray job stop --address" in done.stdout
     # what ran in the reward actor was the unpacked upload: neither this checkout nor the directory it came from
     assert Path(seen.read_text()).is_relative_to(head.temp_dir)
-    assert json.loads((run_dir / "metrics.jsonl").read_text())["loss/advantage"] == 1, "the learner had it as well"
+    metrics = json.loads((project / "run" / "metrics.jsonl").read_text())
+    assert metrics["loss/advantage"] == 1, "the learner had both functions"
+
+
+def test_what_is_relative_is_found_by_actors_that_start_elsewhere(head: Head, project: Path) -> None:
+    (project / "my_rewards.py").write_text(REWARD)
+    reward = f"reward.functions=[{{path: my_rewards.py:where, kwargs: {{file: {project / 'seen.txt'}}}}}]"
+    cluster = {"RAY_ADDRESS": head.cluster, "RAY_AUTH_MODE": "token"}
+    done = head.rlhf("train", *FAST, *RELATIVE, reward, cwd=project, **cluster)
+    assert done.returncode == 0, done.stdout
+    assert (project / "run" / "summary.json").is_file() and (project / "seen.txt").is_file()
 
 
 def test_failing_job_shows_its_error_and_code(head: Head, tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -45,12 +45,13 @@ NUMBERS = ("loss", "grad_norm", "kl", "entropy", "reward", "advantages/abs_mean"
 class StormRun:
     """``rlhf train`` in a process of its own, given again whenever it ends."""
 
-    def __init__(self, directory: Path, model: Path) -> None:
+    def __init__(self, directory: Path, model: Path, *overrides: str) -> None:
         self.directory, self.name = directory, directory.name
         self.log = directory.with_suffix(".log")
         self.exits: list[int] = []
         module = [sys.executable, "-m", "tests.storm.train", "train", "-c", "conf/grpo_tiny.yaml"]
-        self.command = [*module, *SETTINGS, f"model.path={model}", f"run_dir={directory}", f"name={self.name}"]
+        where = [f"model.path={model}", f"run_dir={directory}", f"name={self.name}"]
+        self.command = [*module, *SETTINGS, *where, *overrides]
         self._env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {MARK: self.name}
         self._process = self._start()
 

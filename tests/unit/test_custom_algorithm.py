@@ -234,7 +234,7 @@ def message_of(error_type: type[RlhfError], act: Callable[[], object]) -> str:
             {},
             "no module 'no'; install it, add its directory to PYTHONPATH, or use path/to/file.py:function",
         ),
-        ("absent.py:f", {}, "absent.py; give its full path"),
+        ("absent.py:f", {}, "absent.py on "),
         ("{mine}:absent", {}, "the module has no 'absent'; its callables are a_list, bare, "),
         ("{mine}:constant", {}, "is a int, not callable; name a function"),
         ("{mine}:nothing", {}, "cannot be called with inputs (too many positional arguments); write it as "),

@@ -371,6 +371,24 @@ def test_the_exit_code_says_how_a_run_ended(
     assert (exit.value.code or 0, capsys.readouterr().err) == (code, said)
 
 
+@pytest.mark.parametrize(
+    ("command", "base"), [(["train"], "{here}/"), (["train", "--submitted"], ""), (["train-reward"], "{here}/")]
+)
+def test_what_is_relative_starts_where_the_command_is_given_but_for_a_job_that_has_its_paths(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: list[str], base: str
+) -> None:
+    given: list[Any] = []
+    name = command[0].replace("-", "_")
+    act = SimpleNamespace(**{name: lambda settings: given.append(settings) or {"status": "completed"}})
+    monkeypatch.setitem(sys.modules, f"jobs.{name}", act)
+    recipe = CONF / ("grpo_tiny.yaml" if name == "train" else "reward_tiny.yaml")
+    monkeypatch.setattr(sys, "argv", ["rlhf", *command, "-c", str(recipe), "run_dir=mine"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main()
+    assert [settings.run_dir for settings in given] == [base.format(here=tmp_path) + "mine"]
+
+
 @pytest.mark.parametrize("arguments", [["train"], ["trains"], ["train", "-c", "conf/none.yaml"], ["train", "--no"]])
 def test_a_command_that_cannot_be_understood_ends_with_2(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["rlhf", *arguments])

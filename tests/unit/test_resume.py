@@ -152,6 +152,11 @@ def test_the_user_s_own_objective_is_kept_and_a_changed_file_is_told(
     old = described(build(*own), tiny_tokenizer)
     same = described(build(*own, "algorithm.advantage=mine.py:advantage"), tiny_tokenizer)
     assert "changed" not in check_resume(DIRECTORY, old, same), "the same file, from here"
+    (tmp_path / "moved.py").write_text(OWN)
+    moved = described(build(*own, "algorithm.loss=moved.py:loss"), tiny_tokenizer)
+    assert check_resume(DIRECTORY, old, moved).endswith(f"; changed: algorithm.loss {file}:loss -> moved.py:loss")
+    message = refusal(build(*own), build(*own, "algorithm.loss=moved.py:advantage"), tiny_tokenizer)
+    assert f"algorithm.loss {file}:loss -> moved.py:advantage (" in message, "another function of the same file"
     file.write_text(OWN + "# another comment")
     edited = described(build(*own, "algorithm.loss_kwargs={b: 2}"), tiny_tokenizer)
     assert check_resume(DIRECTORY, old, edited).endswith(

@@ -217,7 +217,7 @@ def test_a_function_does_not_take_the_reward_model_s_name(module_file: Path) -> 
         ("needs.f", "importing it failed: ModuleNotFoundError: No module named 'not_installed'"),
         ("{dir}/broken.py:f", "importing it failed: ZeroDivisionError"),
         ("{dir}/syntax.py:f", "importing it failed: SyntaxError"),
-        ("{dir}/absent.py:f", "absent.py; give its full path"),
+        ("{dir}/absent.py:f", "absent.py on "),
         ("builtins.dict", "its signature cannot be read"),
     ],
 )
@@ -225,7 +225,7 @@ def test_what_cannot_be_loaded(path: str, message: str, module_on_path: str, tmp
     (tmp_path / "broken.py").write_text("1 / 0")
     (tmp_path / "needs.py").write_text("import not_installed")
     (tmp_path / "syntax.py").write_text("def f(:")
-    with pytest.raises(RewardError) as caught:
+    with pytest.raises(ConfigError) as caught:
         load("exact_match", path.format(dir=tmp_path))
     assert message.replace("functions[0]", "functions[1]") in str(caught.value)
     assert str(caught.value).startswith("reward.functions[1].path=")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rlhf.config import RewardFunctionConfig
-from rlhf.errors import DeadlineError, RewardError
+from rlhf.errors import ConfigError, DeadlineError, RewardError
 from rlhf.rewards import RewardFunction, load_reward_functions
 from rlhf.rewards.process import LOADED, FunctionProcess
 
@@ -245,16 +245,22 @@ def score(completions):
 
 
 @pytest.mark.parametrize(
-    ("in_the_child", "message"),
+    ("in_the_child", "error", "message"),
     [
-        ("os._exit(7)", r"the process of score ended \(exit code 7\) while it loaded them; fix their modules"),
-        ("1 / 0", r"path=.*:score: importing it failed: ZeroDivisionError: division by zero"),
+        (
+            "os._exit(7)",
+            RewardError,
+            r"the process of score ended \(exit code 7\) while it loaded them; fix their modules",
+        ),
+        ("1 / 0", ConfigError, r"path=.*:score: importing it failed: ZeroDivisionError: division by zero"),
     ],
 )
-def test_what_fails_in_the_process_alone_is_known_at_its_start(tmp_path: Path, in_the_child: str, message: str) -> None:
+def test_what_fails_in_the_process_alone_is_known_at_its_start(
+    tmp_path: Path, in_the_child: str, error: type[Exception], message: str
+) -> None:
     (tmp_path / "starts.py").write_text(STARTS.format(in_the_child=in_the_child))
     loaded = load_reward_functions([RewardFunctionConfig(f"{tmp_path}/starts.py:score")])
-    with pytest.raises(RewardError, match=message):
+    with pytest.raises(error, match=message):
         FunctionProcess(loaded, timeout_s=60, start_timeout_s=60).start()
 
 

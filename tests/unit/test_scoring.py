@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from actors.proxies import RewardGroup, divide
-from actors.scorers import policy_tokenizer
 from benchmarks.bench_learner import ragged_batch
 from rlhf.batch import Prompt, Rollout, TrainBatch
 from rlhf.errors import RewardError
-from rlhf.models.loading import load_policy
+from rlhf.models.loading import load_policy, load_tokenizer
 from rlhf.models.scorer import FrozenScorer
 from rlhf.recipes import load_config
 from rlhf.rewards.model import RewardModel
@@ -132,7 +131,7 @@ def test_a_scorer_s_tokenizers_are_trusted_as_all_are(
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
     config = load_config(CONF / "grpo_tiny.yaml", ["model.path=p", f"model.trust_remote_code={str(trusted).lower()}"])
-    policy_tokenizer(config)
+    load_tokenizer(config.model)
     limits: dict[str, Any] = {"max_tokens": 8, "token_budget": 64, "device": torch.device("cpu")}
     RewardModel("r", torch.nn.Identity(), **limits, trust_remote_code=trusted)  # type: ignore[arg-type]
     assert asked == [("p", trusted), ("r", trusted)]

@@ -1,5 +1,6 @@
 """The stream of groups: exact batches, bounded staleness, dynamic sampling, nothing lost or used twice."""
 
+import json
 import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,6 +19,8 @@ from hypothesis import strategies as st
 
 from rlhf.batch import Prompt, Rollout
 from rlhf.config import Config
+from rlhf.data.prompt_stream import PromptStream
+from rlhf.data.prompts import PromptReport, PromptSet
 from rlhf.recipes import load_config
 from rlhf.rewards.total import Scores
 from rlhf.stream import GroupStream, choose_batch, sample_once
@@ -201,6 +204,38 @@ def test_what_was_under_way_at_a_checkpoint_is_sampled_again() -> None:
         assert not ids & used
         used |= ids
     assert sorted(used | set(resumed.state_dict()["pending"])) == list(range(prompts.taken))
+
+
+@given(st.integers(0, 3), st.integers(1, 4), st.integers(1, 9), st.integers(1, 4), st.integers(0, 10_000))
+def test_a_run_that_is_killed_at_any_moments_trains_on_every_prompt_once_an_epoch(
+    staleness: int, size: int, num_prompts: int, save_every: int, seed: int
+) -> None:
+    random, num_steps = Random(seed), 12
+    texts, ids = [f"p{i}" for i in range(num_prompts)], [np.array([i], np.int32) for i in range(num_prompts)]
+    prompts = PromptSet("test", texts, ids, None, {}, PromptReport(num_prompts, 0, 0, 1))
+
+    def start(state: dict[str, Any] | None) -> tuple[GroupStream, Pool]:
+        settings, pool = config(size, f"num_steps={num_steps}", staleness=staleness), Pool(Random(random.random()))
+        taken = PromptStream(prompts, shuffle=True, seed=seed)
+        stream = GroupStream(taken, pool, EveryThird(), None, settings, nullcontext)  # type: ignore[arg-type]
+        if state is not None:
+            stream.load_state_dict(json.loads(json.dumps(state)))
+        return stream, pool
+
+    used: list[list[tuple[int, str]]] = []  # by step: what the weights were trained on, those of a checkpoint included
+    (stream, pool), saved, kills = start(None), (0, None), 6
+    while len(used) < num_steps:
+        pool.version = step = len(used)
+        batch = stream.next_batch(step)
+        if kills and random.random() < 0.3:  # in this step
+            kills -= 1
+            (stream, pool), used = start(saved[1]), used[: saved[0]]
+            continue
+        used.append([(r.prompt.id, r.prompt.text) for r in batch.rollouts[::GROUP]])
+        if len(used) % save_every == 0:
+            saved = len(used), stream.state_dict()
+    calm = PromptStream(prompts, shuffle=True, seed=seed).take(num_steps * size)
+    assert sorted(group for of_step in used for group in of_step) == [(prompt.id, prompt.text) for prompt in calm]
 
 
 def test_what_a_resumed_run_has_not_used_is_pending_when_it_is_saved_again() -> None:

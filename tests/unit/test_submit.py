@@ -36,32 +36,9 @@ def test_address_must_be_a_url(address: str) -> None:
         submit.check_address(address)
 
 
-def test_local_paths_become_absolute_and_names_stay(tmp_path: Path) -> None:
-    (tmp_path / "models" / "tiny").mkdir(parents=True)
-    sent = submit.for_cluster(
-        config(
-            "model.path=models/tiny",
-            "reference.path=Qwen/Qwen2.5-7B-Instruct",
-            "critic.path=/shared/critic",
-            "reward.model.path=../rm",
-            "data.eval=data/eval.jsonl",
-            "checkpoint.resume=runs/old/checkpoints/step-000010",
-        ),
-        tmp_path,
-    )
-    assert sent.model.path == str(tmp_path / "models/tiny")
-    assert sent.reference.path == "Qwen/Qwen2.5-7B-Instruct"
-    assert sent.critic.path == "/shared/critic"
-    assert sent.reward.model is not None and sent.reward.model.path == str(tmp_path.parent / "rm")
-    assert (sent.data.train, sent.data.eval) == ("task:phrases", str(tmp_path / "data/eval.jsonl"))
-    assert sent.run_dir == str(tmp_path / "runs/grpo_tiny")
-    assert sent.checkpoint.resume == str(tmp_path / "runs/old/checkpoints/step-000010")
-    assert submit.for_cluster(config(), tmp_path).checkpoint.resume == "auto"
-
-
-def test_ray_address_is_refused() -> None:
+def test_ray_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"ray\.address=auto"):
-        submit.for_cluster(config("ray.address=auto"), ROOT)
+        submitted(monkeypatch, FakeClient(), "ray.address=auto")
 
 
 def test_package_holds_code_and_the_exact_configuration(tmp_path: Path) -> None:
@@ -80,12 +57,50 @@ def test_package_holds_code_and_the_exact_configuration(tmp_path: Path) -> None:
         file = root / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("x")
-    sent = submit.for_cluster(config("num_steps=7", recipe="grpo_7b_2x8a100"), tmp_path)
+    sent = config("num_steps=7", recipe="grpo_7b_2x8a100")
     submit.pack(tmp_path / "p.zip", root, sent)
     with zipfile.ZipFile(tmp_path / "p.zip") as archive:
         assert sorted(archive.namelist()) == sorted([*kept, submit.CONFIG_NAME])
         archive.extract(submit.CONFIG_NAME, tmp_path)
     assert load_config(tmp_path / submit.CONFIG_NAME) == sent
+
+
+def test_files_of_functions_are_uploaded_and_found_where_the_job_starts(tmp_path: Path) -> None:
+    root = tmp_path / "code"
+    for name in ("code/mine/loss.py", "code/data/hidden.py", "elsewhere/rewards.py", "third/rewards.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+
+    def sent(*functions: str, root: Path | None = root) -> tuple[list[str], Config]:
+        listed = ", ".join(f"{{path: {function}}}" for function in functions)
+        loss = f"algorithm.loss={root or tmp_path / 'code'}/mine/loss.py:soft"
+        submit.pack(tmp_path / "p.zip", root, config(f"reward.functions=[{listed}]", loss))
+        with zipfile.ZipFile(tmp_path / "p.zip") as archive:
+            archive.extract(submit.CONFIG_NAME, tmp_path)
+            files = sorted(set(archive.namelist()) - {submit.CONFIG_NAME})
+            assert [archive.read(file).decode().rpartition("/")[2] for file in files] == [Path(f).name for f in files]
+        return files, load_config(tmp_path / submit.CONFIG_NAME)
+
+    skipped, outside = f"{root}/data/hidden.py", f"{tmp_path}/elsewhere/rewards.py"
+    files, found = sent(f"{outside}:a", "exact_match", f"{skipped}:b", f"{outside}:c", "package.module.d")
+    assert files == ["mine/loss.py", "rlhf_submit/hidden.py", "rlhf_submit/rewards.py"]
+    assert [function.path for function in found.reward.functions] == [
+        *("rlhf_submit/rewards.py:a", "exact_match", "rlhf_submit/hidden.py:b", "rlhf_submit/rewards.py:c"),
+        "package.module.d",
+    ]
+    assert found.algorithm.loss == "mine/loss.py:soft", "in its place in the upload"
+
+    files, found = sent(f"{outside}:a", root=None)
+    assert files == ["rlhf_submit/loss.py", "rlhf_submit/rewards.py"], "even where the code is installed"
+
+    with pytest.raises(
+        ConfigError, match=rf"^reward\.functions\[1\]\.path={tmp_path}/third/rewards\.py:b: {outside} has "
+    ):
+        sent(f"{outside}:a", f"{tmp_path}/third/rewards.py:b")
+    with pytest.raises(
+        ConfigError, match=r"^reward\.functions\[0\]\.path=/no/r\.py:a: no such file /no/r\.py; it is up"
+    ):
+        sent("/no/r.py:a")
 
 
 def test_checkout_is_the_default_and_fits(tmp_path: Path) -> None:
@@ -314,7 +329,7 @@ def test_a_job_runs_what_was_sent_and_has_time_to_stop(monkeypatch: pytest.Monke
     phases = ["generate_s=1", "score_s=2", "update_s=4", "publish_s=8", "checkpoint_s=16", "start_s=64"]
     submitted(monkeypatch, client, *(f"timeouts.{phase}" for phase in phases))
     (job,) = client.submitted
-    assert job["entrypoint"] == "exec python -m jobs.cli train -c rlhf_submit.yaml"
+    assert job["entrypoint"] == "exec python -m jobs.cli train --submitted -c rlhf_submit.yaml"
     assert job["runtime_env"]["env_vars"] == {"RAY_JOB_STOP_WAIT_TIME_S": "47"}
     client.refuses = RuntimeError("no room\nfor it")
     with pytest.raises(ClusterError, match=r"^http://head:8265 did not accept job my-run-.*: no room$"):
