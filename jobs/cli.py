@@ -145,6 +145,7 @@ def doctor(
     address: Annotated[
         str | None,
         typer.Option(
+            envvar="RAY_ADDRESS",
             help="A Ray cluster, HEAD:6379, to look at each of its nodes from one of them.  [default: this machine]",
             show_default=False,
         ),

@@ -46,15 +46,15 @@ class Report:
 def doctor(address: str | None, run_dir: Path) -> bool:
     """Examines the cluster at ``address``, or this machine, and prints the report. Returns whether a run will fail."""
     if address is None:
-        report = examine(Here(), run_dir)
+        report = examine(Here(), run_dir, MODULES)
     else:
         with joined(address) as cluster:
-            report = examine(cluster, run_dir)
+            report = examine(cluster, run_dir, MODULES)
     show(report)
     return report.will_fail
 
 
-def examine(site: Site, run_dir: Path, modules: Sequence[str] = MODULES) -> Report:
+def examine(site: Site, run_dir: Path, modules: Sequence[str]) -> Report:
     """Looks at every node, at what is between them, and judges. ``modules`` are what each tries to import."""
     directory = str(run_dir.resolve())
     given = (directory, modules, site.token_auth())

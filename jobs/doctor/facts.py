@@ -223,7 +223,7 @@ def in_children(
         children = [
             subprocess.Popen(
                 [sys.executable, "-m", "jobs.doctor.child", *command],
-                env=os.environ | {"PYTHONPATH": path} | env,
+                env={**os.environ, "PYTHONPATH": path, **env},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

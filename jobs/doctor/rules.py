@@ -30,13 +30,11 @@ class Finding:
 def judge(nodes: Mapping[str, Facts], requirements: Sequence[str]) -> list[Finding]:
     """Findings on each machine, and on how they differ. ``requirements`` are what the project asks for."""
     any_gpu = any(facts.gpus for facts in nodes.values())
-    rules = (packages, imports, gpus, disk, limits, ports)
-    found = [
-        finding
-        for where, facts in nodes.items()
-        for rule in rules
-        for finding in (rule(where, facts, requirements, any_gpu) if rule is packages else rule(where, facts))
-    ]
+    found: list[Finding] = []
+    for where, facts in nodes.items():
+        found += packages(where, facts, requirements, any_gpu)
+        for rule in (imports, gpus, disk, limits, ports):
+            found += rule(where, facts)
     return [*found, *differences(nodes)]
 
 

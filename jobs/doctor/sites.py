@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,7 +20,8 @@ JOIN_KEY = "--address"
 class Site(Protocol):
     """Some nodes, by what a person calls them."""
 
-    nodes: list[str]
+    @property
+    def nodes(self) -> Sequence[str]: ...
 
     def address(self, node: str) -> str:
         """The IP address at which the others reach a node."""
@@ -40,7 +41,9 @@ class Site(Protocol):
 class Here:
     """This machine, without Ray."""
 
-    nodes = ("this machine",)
+    @property
+    def nodes(self) -> Sequence[str]:
+        return ["this machine"]
 
     def address(self, node: str) -> str:
         return "127.0.0.1"
@@ -65,7 +68,7 @@ class RayCluster:
     addresses: Mapping[str, str]
 
     @property
-    def nodes(self) -> list[str]:
+    def nodes(self) -> Sequence[str]:
         return list(self.ids)
 
     def address(self, node: str) -> str:
@@ -106,12 +109,13 @@ def joined(address: str) -> Iterator[RayCluster]:
     check_answers(JOIN_KEY, address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     modules = [str(PROJECT_ROOT / package) for package in ("rlhf", "actors", "jobs")]  # nodes need not have them
+    quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
     try:
-        ray.init(address=address, logging_level="ERROR", log_to_driver=False, runtime_env={"py_modules": modules})
-    except (ConnectionError, RuntimeError) as error:
+        ray.init(address=address, runtime_env={"py_modules": modules}, **quiet)
+    except (ConnectionError, RuntimeError, RayError) as error:
         raise ClusterError(
-            f"{JOIN_KEY}={address}: no Ray cluster answers there ({one_line(error)[:200]}); run this on one of its "
-            "nodes, with the address that `ray start` was given, HEAD:6379"
+            f"{JOIN_KEY}={address}: the Ray cluster cannot be joined ({one_line(error)[:300]}); run this on one of its "
+            "nodes, in the environment of its `ray start`, with the address HEAD:6379 that the nodes were given"
         ) from error
     try:
         alive = [node for node in ray.nodes() if node["Alive"]]
