@@ -155,6 +155,24 @@ def scale(
     change(run, kind=kind, num_workers=rollout_workers, address=address, timeout_s=timeout_s)
 
 
+@app.command()
+def doctor(
+    address: Annotated[
+        str | None,
+        typer.Option(
+            envvar="RAY_ADDRESS",
+            help="A Ray cluster, HEAD:6379, to look at each of its nodes from one of them.  [default: this machine]",
+            show_default=False,
+        ),
+    ] = None,
+    run_dir: Annotated[Path, typer.Option(help="Where runs are written.")] = Path("runs"),
+) -> None:
+    """Look for what would make a run fail: versions, GPUs, collectives, disks, ports. Exit code 1 if something will."""
+    from jobs.doctor.examination import doctor as examine
+
+    raise typer.Exit(RUN_ERROR if examine(address, run_dir) else 0)
+
+
 OutArgument = Annotated[Path, typer.Argument(help="Directory to write.")]
 
 
