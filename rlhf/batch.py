@@ -104,9 +104,8 @@ class TrainBatch:
 
     def prompt_runs(self) -> list[range]:
         """Maximal runs of neighbouring sequences with the same prompt; together they cover all sequences."""
-        starts = torch.cumsum(self.sequence_lengths, 0) - self.sequence_lengths
-        lengths = self.prompt_lengths.tolist()
-        prompts = [self.tokens[a : a + n] for a, n in zip(starts.tolist(), lengths, strict=True)]
+        lengths = torch.stack([self.prompt_lengths, self.completion_lengths], 1)
+        prompts = self.tokens.split(lengths.flatten().tolist())[::2]  # at once: a slice at a time takes long
         new = [i for i in range(1, len(prompts)) if not torch.equal(prompts[i - 1], prompts[i])]
         return [range(a, b) for a, b in pairwise([0, *new, len(prompts)])]
 

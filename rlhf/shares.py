@@ -1,7 +1,7 @@
-"""What each rank of a learner gets of a batch: its own sequences, and how they spread over its micro-batches.
+"""What each rank of a learner gets of a batch: its own sequences, and which micro-batches they make.
 
-Planned once, by whoever holds the whole batch, since much depends on all of it: the shuffle, each token's weight in the
-loss, how many tokens count, and whether prompts are shared.
+Planned once for all ranks, by the process that has the whole batch. Much depends on all of it: the shuffle, each
+token's weight in the loss, how many tokens count, whether prompts are shared.
 """
 
 from collections.abc import Iterable, Sequence
@@ -57,15 +57,11 @@ class StepPlan:
 
     def share(self, rank: int, place: dict[int, int]) -> StepShare:
         """``place``: of each sequence of the batch among the rank's own."""
-        mine, weights = self.micro_batches[rank], self.loss_weights
+        mine, weights = self.micro_batches[rank], []
+        if self.loss_weights is not None:  # copied: a view would be pickled with the whole batch's weights
+            weights = [torch.cat([torch.empty(0), *(self.loss_weights[i] for i in indices)]) for indices in mine]
         return StepShare(
-            [[place[i] for i in indices] for indices in mine],
-            self.share_prompts,
-            # copies: a pickled view would take the whole batch's weights along
-            []
-            if weights is None
-            else [torch.cat([torch.empty(0), *(weights[i] for i in indices)]) for indices in mine],
-            self.num_tokens,
+            [[place[i] for i in indices] for indices in mine], self.share_prompts, weights, self.num_tokens
         )
 
 
@@ -78,7 +74,7 @@ class Plan:
     num_compared: float = 0.0
 
     def share(self, rank: int) -> Share:
-        """Built when asked for: all ranks' shares together are the batch once more."""
+        """Built when asked for, because all ranks' shares together take as much memory as the batch."""
         own = sorted({i for step in self.steps for indices in step.micro_batches[rank] for i in indices})
         place = {sequence: row for row, sequence in enumerate(own)}
         rows = part_of(self.batch.with_(loss_weights=None), own)

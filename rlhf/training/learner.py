@@ -36,14 +36,14 @@ CRITIC_NAMES = {"loss": "loss/value_avg", "value/clip_ratio": "val/clipfrac_avg"
 
 
 class PackedLearner:
-    """One rank's part in scorings and updates that ``planner`` has spread over all ranks."""
+    """One rank of a model that scores and learns. Its shares are those of ``planner``'s plans."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
     @property
     def planner(self) -> Planner:
-        """What has to spread the batches; the same on every rank."""
+        """How batches have to be spread for it; the same on every rank."""
         raise NotImplementedError
 
     def _score(self, share: Share, pick: Callable[[Any], Tensor]) -> Tensor:
