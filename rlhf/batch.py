@@ -104,9 +104,10 @@ class TrainBatch:
 
     def prompt_runs(self) -> list[range]:
         """Maximal runs of neighbouring sequences with the same prompt; together they cover all sequences."""
-        lengths = torch.stack([self.prompt_lengths, self.completion_lengths], 1)
-        prompts = self.tokens.split(lengths.flatten().tolist())[::2]  # at once: a slice at a time takes long
-        new = [i for i in range(1, len(prompts)) if not torch.equal(prompts[i - 1], prompts[i])]
+        starts = torch.cumsum(self.sequence_lengths, 0) - self.sequence_lengths
+        lengths, tokens = self.prompt_lengths.tolist(), self.tokens.numpy()  # slicing a tensor takes much longer
+        prompts = [tokens[a : a + n] for a, n in zip(starts.tolist(), lengths, strict=True)]
+        new = [i for i in range(1, len(prompts)) if prompts[i - 1].tobytes() != prompts[i].tobytes()]
         return [range(a, b) for a, b in pairwise([0, *new, len(prompts)])]
 
     def select(self, indices: Sequence[int]) -> "TrainBatch":

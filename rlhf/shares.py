@@ -6,7 +6,9 @@ token's weight in the loss, how many tokens count, whether prompts are shared.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,14 +54,16 @@ class StepPlan:
 
     micro_batches: list[list[list[int]]]  # of each rank: indices of sequences of the whole batch
     share_prompts: bool
-    loss_weights: dict[int, Tensor] | None = None  # of each sequence of the step
+    loss_weights: dict[int, np.ndarray] | None = None  # float32, of each sequence of the step
     num_tokens: int = 0
 
     def share(self, rank: int, place: dict[int, int]) -> StepShare:
         """``place``: of each sequence of the batch among the rank's own."""
         mine, weights = self.micro_batches[rank], []
-        if self.loss_weights is not None:  # copied: a view would be pickled with the whole batch's weights
-            weights = [torch.cat([torch.empty(0), *(self.loss_weights[i] for i in indices)]) for indices in mine]
+        if self.loss_weights is not None:
+            none = np.empty(0, np.float32)
+            parts = [np.concatenate([none, *(self.loss_weights[i] for i in indices)]) for indices in mine]
+            weights = [torch.from_numpy(part) for part in parts]
         return StepShare(
             [[place[i] for i in indices] for indices in mine], self.share_prompts, weights, self.num_tokens
         )
@@ -121,12 +125,12 @@ class Planner:
 
     def _plan_step(self, part: TrainBatch, members: Sequence[int]) -> StepPlan:
         """``members``: the places in the whole batch of the sequences of ``part``."""
-        share_prompts, weights = worth_sharing(part), self._weights(part)
-        spread = self._spread(part, share_prompts)
+        share_prompts, weights = worth_sharing(part), self._weights(part).numpy()
+        spread, ends = self._spread(part, share_prompts), [0, *part.completion_lengths.cumsum(0).tolist()]
         return StepPlan(
             [[[members[i] for i in indices] for indices in rank] for rank in spread],
             share_prompts,
-            dict(zip(members, weights.split(part.completion_lengths.tolist()), strict=True)),
+            {i: weights[a:b] for i, (a, b) in zip(members, pairwise(ends), strict=True)},
             int((weights != 0).sum()),
         )
 
