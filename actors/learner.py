@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import AutoConfig
 
 from actors.group import RankActor
 from actors.weights.channel import Rendezvous, host_store
 from actors.weights.object_store import StoredBucket
 from actors.weights.sender import WeightSender
-from rlhf.batch import TrainBatch
 from rlhf.checkpoint import Written
 from rlhf.config import LearnerConfig
 from rlhf.errors import ConfigError, GpuMemoryError, one_line
@@ -24,8 +24,9 @@ from rlhf.planning.fit import SAFE_STAGE, plan_memory
 from rlhf.planning.memory import ALL_LAYERS
 from rlhf.planning.memory_plan import MemoryPlan
 from rlhf.run_lock import sees_token
+from rlhf.shares import Planner, Share
 from rlhf.training.engine import Engine, device_bytes, init_distributed, local_rank_device, resolve_dtype
-from rlhf.training.learner import PackedLearner, Part, PolicyLearner, ValueLearner
+from rlhf.training.learner import PackedLearner, PolicyLearner, ValueLearner
 from rlhf.training.weights import Layout
 
 
@@ -165,19 +166,23 @@ class EngineActor(RankActor):
     def _wrap(self, engine: Engine) -> PackedLearner:
         raise NotImplementedError
 
-    def score(self, batch: TrainBatch) -> Part:
-        """This rank's sequences of ``batch``, and the scores of their completion tokens. Raises GpuMemoryError."""
-        with self._naming_what_takes_memory("scoring"):
-            return self._learner.score(batch)
+    def planner(self) -> Planner:
+        """How batches are spread over the ranks; the same on every rank."""
+        return self._learner.planner
 
-    def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
-        """Learns from ``batch`` in training step ``step``; the metrics are the same on every rank.
+    def score(self, share: Share) -> Tensor:
+        """The scores of the share's completion tokens. Collective. Raises GpuMemoryError."""
+        with self._naming_what_takes_memory("scoring"):
+            return self._learner.score(share)
+
+    def update(self, share: Share) -> dict[str, float]:
+        """Learns from this rank's share of a batch; the metrics are the same on every rank. Collective.
 
         Raises GpuMemoryError, on which all ranks must be given up: the others wait for this one.
         """
         with self._naming_what_takes_memory("updating"):
             self._learner.engine.unpark_optimizer()
-            metrics = self._learner.update(batch, step)
+            metrics = self._learner.update(share)
         self._rest()
         return metrics
 
@@ -238,6 +243,11 @@ class LearnerActor(EngineActor):
             seed=self._config.seed,
             max_completion_tokens=self._config.rollout.max_completion_tokens,
         )
+
+    def score_with_entropy(self, share: Share) -> Tensor:
+        """Log-probabilities and entropies of the share's completion tokens. Collective. Raises GpuMemoryError."""
+        with self._naming_what_takes_memory("scoring"):
+            return self._learner.score_with_entropy(share)
 
     def weight_layout(self) -> Layout:
         """What lies where in each bucket."""

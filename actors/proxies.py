@@ -5,14 +5,16 @@ from functools import cached_property
 from itertools import chain, pairwise
 from typing import Any, Generic, TypeVar
 
+import ray
 from torch import Tensor
 
 from actors.group import ActorGroup, Call, Deadline, Member
-from rlhf.batch import Rollout, TrainBatch, merge_scores
+from rlhf.batch import Rollout, TrainBatch
 from rlhf.checkpoint import Written
 from rlhf.config import TimeoutConfig
 from rlhf.errors import RoleLostError
 from rlhf.rewards.total import Scores
+from rlhf.shares import Plan, Planner
 
 T = TypeVar("T")
 MAX_LOSSES = 3  # of a role's replicas in a row, none of which had answered
@@ -26,26 +28,48 @@ class LearnerGroup:
     def __init__(self, group: ActorGroup, timeouts: TimeoutConfig) -> None:
         self._group, self._timeouts = group, timeouts
 
-    def score(self, batch: TrainBatch) -> Call[Tensor]:
-        """float32 [N] in the batch's own order."""
-        return self._group.call(
-            "score",
-            batch,
-            deadline=Deadline(self._timeouts.score_s, "timeouts.score_s"),
-            doing="scoring a batch",
-            fold=lambda parts: merge_scores(batch, parts),
+    @cached_property
+    def _planner(self) -> Planner:
+        """Rank 0's: it knows what the ranks have decided, and the model's shape."""
+        return (
+            ActorGroup(self._group.members[:1])
+            .call(
+                "planner",
+                deadline=Deadline(self._timeouts.score_s, "timeouts.score_s"),
+                doing="naming what its micro-batches hold",
+                fold=lambda answers: answers[0],
+            )
+            .result()
         )
 
+    def score(self, batch: TrainBatch) -> Call[Tensor]:
+        """float32 [N] in the batch's own order."""
+        return self._score("score", batch)
+
     def update(self, batch: TrainBatch, step: int) -> Call[dict[str, float]]:
-        """The metrics of training step ``step``, counted from 0."""
-        return self._group.call(
+        """The metrics of training step ``step``, counted from 0. If the optimiser steps need scores that the batch
+        lacks, waits for them first."""
+        if self._planner.needs_scores(batch):
+            batch = self._planner.with_scores(batch, self._score("score_with_entropy", batch).result())
+        return self._send(
             "update",
-            batch,
-            step,
+            self._planner.plan_update(batch, step),
             deadline=Deadline(self._timeouts.update_s, "timeouts.update_s"),
             doing="updating",
             fold=lambda answers: answers[0],
         )
+
+    def _score(self, method: str, batch: TrainBatch) -> Call[Tensor]:
+        plan = self._planner.plan_scoring(batch)
+        deadline = Deadline(self._timeouts.score_s, "timeouts.score_s")
+        return self._send(method, plan, deadline=deadline, doing="scoring a batch", fold=plan.merge)
+
+    def _send(
+        self, method: str, plan: Plan, *, deadline: Deadline, doing: str, fold: Callable[[list[Any]], Any]
+    ) -> Call[Any]:
+        """Calls every rank with its own share. Each is stored, then dropped here, before the next is built."""
+        shares = [(ray.put(plan.share(rank)),) for rank in range(len(self._group.members))]
+        return self._group.call_each(method, shares, deadline=deadline, doing=doing, fold=fold)
 
     def save(self, directory: str) -> None:
         """Every rank begins to write its part of a checkpoint."""

@@ -10,7 +10,7 @@ process per step, the mean over all steps but the first, by part:
 hand_out   groups to workers, and their requests to Ray       schedule   which worker gets which group
 listen     what came back, and the look at every worker       score      groups to reward workers and back
 publish    the protocol, four calls per worker                batch      packing, advantages, metrics
-send       the batch to the learner's ranks
+send       planning the update, and each rank's share of the batch to it
 
 Ray itself is not in them: ``calls``, ``gets``, ``waits`` and ``waited_for`` (references that ray.wait was given) count
 what it is asked for. Arguments and answers are pickled, as Ray does, in the caller's time; prompts and completions hold
@@ -49,6 +49,7 @@ from rlhf.algorithms import make_algorithm
 from rlhf.batch import Prompt, Rollout
 from rlhf.config import Config
 from rlhf.recipes import load_config
+from rlhf.shares import PolicyPlanner
 from rlhf.stream import GroupStream
 from rlhf.tracking import rollout_metrics
 from rlhf.training.weights import Layout, TensorSpec
@@ -59,6 +60,7 @@ UPDATE_S = 20.0  # in which the driver waits for the learner
 START_S = 30.0  # until a worker that replaces another is up
 LATENCY_S = 0.002  # of a call that does not wait
 BUCKETS, TENSORS = 60, 340  # of the weights: a 7B model
+HIDDEN_SIZE = 4096  # of the same model
 PARTS = (
     (RolloutPool, "submit", "hand_out"),
     (RolloutPool, "_dispatch", "hand_out"),
@@ -214,7 +216,15 @@ class Run:
         control: Any = Control()
         self._pool = RolloutPool(config, factory, control, shares_gpus=False, note=lambda text: None)
         store = LearnerStore()
-        learner = group("learner", [self._learner(store) for _ in range(config.learner.num_ranks)])
+        planner = PolicyPlanner(
+            num_ranks=config.learner.num_ranks,
+            token_budget=config.learner.micro_batch_tokens,
+            hidden_size=HIDDEN_SIZE,
+            config=config.algorithm,
+            seed=config.seed,
+            max_completion_tokens=config.rollout.max_completion_tokens,
+        )
+        learner = group("learner", [self._learner(store, planner) for _ in range(config.learner.num_ranks)])
         self._learner_group = LearnerGroup(learner, config.timeouts)
         self._transport = make_transport(learner, "broadcast")
         scorers = [Actor(self.simulation, score=score) for _ in range(config.reward.num_workers)]
@@ -225,9 +235,10 @@ class Run:
         self._algorithm = make_algorithm(config.algorithm)
         self._deaths = args.deaths
 
-    def _learner(self, store: LearnerStore) -> Actor:
+    def _learner(self, store: LearnerStore, planner: PolicyPlanner) -> Actor:
         return Actor(
             self.simulation,
+            planner=planner,
             weight_layout=layout(),
             host_rendezvous=store.open,
             join_weights={},

@@ -94,14 +94,14 @@ def measure(
     algorithm = AlgorithmConfig(prompts_per_step=batch.num_sequences // GROUP, group_size=GROUP)
     learner = PolicyLearner(engine, algorithm, seed=0, max_completion_tokens=longest)
     started = time.perf_counter()
-    metrics = learner.update(batch, 0)
+    metrics = learner.update(learner.planner.plan_update(batch, 0).share(rank))
     first = time.perf_counter() - started
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     times = []
     for step in range(1, repeats + 1):
         started = time.perf_counter()
-        metrics = learner.update(batch, step)
+        metrics = learner.update(learner.planner.plan_update(batch, step).share(rank))
         times.append(time.perf_counter() - started)
     seconds = sorted(times)[len(times) // 2]
     num_tokens = len(batch.tokens)

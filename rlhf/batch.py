@@ -105,9 +105,9 @@ class TrainBatch:
     def prompt_runs(self) -> list[range]:
         """Maximal runs of neighbouring sequences with the same prompt; together they cover all sequences."""
         starts = torch.cumsum(self.sequence_lengths, 0) - self.sequence_lengths
-        lengths = self.prompt_lengths.tolist()
-        prompts = [self.tokens[a : a + n] for a, n in zip(starts.tolist(), lengths, strict=True)]
-        new = [i for i in range(1, len(prompts)) if not torch.equal(prompts[i - 1], prompts[i])]
+        lengths, tokens = self.prompt_lengths.tolist(), self.tokens.numpy()  # slicing a tensor takes much longer
+        prompts = [tokens[a : a + n] for a, n in zip(starts.tolist(), lengths, strict=True)]
+        new = [i for i in range(1, len(prompts)) if prompts[i - 1].tobytes() != prompts[i].tobytes()]
         return [range(a, b) for a, b in pairwise([0, *new, len(prompts)])]
 
     def select(self, indices: Sequence[int]) -> "TrainBatch":

@@ -3,11 +3,10 @@
 A third, the reward model, learns from preferences in a separate run: ``rlhf.training.reward_learner``.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar, TypedDict
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rlhf.algorithms.custom import custom_loss
@@ -16,18 +15,13 @@ from rlhf.algorithms.losses import (
     entropy_bonus,
     packed_policy_loss,
     rollout_importance_ratio,
-    token_weights,
-    top_entropy_mask,
-    truncation_mask,
     value_loss,
 )
-from rlhf.batch import TrainBatch, merge_scores
+from rlhf.batch import TrainBatch
 from rlhf.checks.nonfinite import skip_report
 from rlhf.config import AlgorithmConfig
-from rlhf.packing import Unit, plan_micro_batches, prompt_units, split_minibatches, worth_sharing
+from rlhf.shares import BatchPlanner, Planner, PolicyPlanner, Share, ValuePlanner
 from rlhf.training.engine import Engine, LossFn, add_stat, is_maximum
-
-Part = tuple[list[int], Tensor]
 
 # TRL PPO's names for the learners' metrics; metrics not listed here keep its GRPO names.
 PPO_NAMES = {
@@ -42,50 +36,30 @@ CRITIC_NAMES = {"loss": "loss/value_avg", "value/clip_ratio": "val/clipfrac_avg"
 
 
 class PackedLearner:
-    """Spreads a batch over ranks and micro-batches."""
+    """One rank of a model that scores and learns. Its shares are those of ``planner``'s plans."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    def _micro_batches(self, batch: TrainBatch, *, share_prompts: bool) -> list[list[int]]:
-        """This rank's micro-batches of a batch that every rank holds, as sequence indices; some may be empty."""
-        plan = plan_micro_batches(
-            self._units(batch, share_prompts),
-            num_ranks=self.engine.world_size,
-            token_budget=self.engine.config.micro_batch_tokens,
-            hidden_size=self.engine.model.lm.config.hidden_size,
-        )
-        return plan[self.engine.rank]
+    @property
+    def planner(self) -> Planner:
+        """How batches have to be spread for it; the same on every rank."""
+        raise NotImplementedError
 
-    def _units(self, batch: TrainBatch, share_prompts: bool) -> list[Unit]:
-        """Sequences that must share a micro-batch."""
-        return prompt_units(
-            batch,
-            share_prompts=share_prompts,
-            num_ranks=self.engine.world_size,
-            token_budget=self.engine.config.micro_batch_tokens,
-        )
-
-    def _score(self, batch: TrainBatch, pick: Callable[[Any], Tensor]) -> Part:
-        """This rank's share: (sequence indices, [n] scores of their completion tokens)."""
-        share_prompts = worth_sharing(batch)
-        mine = self._micro_batches(batch, share_prompts=share_prompts)
-        selected = [batch.select(indices) if indices else None for indices in mine]
-        pieces = self.engine.forward(selected, pick, share_prompts=share_prompts)
+    def _score(self, share: Share, pick: Callable[[Any], Tensor]) -> Tensor:
+        """[n, ...]: scores of the share's completion tokens."""
+        (scoring,) = share.steps
+        pieces = self.engine.forward(share.micro_batches(scoring), pick, share_prompts=scoring.share_prompts)
         self.engine.release_gathered()
-        return [i for indices in mine for i in indices], torch.cat(pieces) if pieces else torch.empty(0)
+        return torch.cat(pieces) if pieces else torch.empty(0)
 
-    def _optimise(self, steps: Sequence[TrainBatch], make_loss: Callable[[int], LossFn]) -> dict[str, float]:
-        """One optimiser step per batch. Returns the mean of the metrics over the steps that were taken, or all if none
-        was (for ``_max``, the largest), and ``skip_report``."""
+    def _optimise(self, share: Share, make_loss: Callable[[int], LossFn]) -> dict[str, float]:
+        """All optimiser steps. Returns the mean of the metrics over the steps that were taken, or all if none was
+        (for ``_max``, the largest), and ``skip_report``."""
         results: list[dict[str, float]] = []
-        for batch in steps:
-            assert batch.loss_weights is not None
-            num_tokens = int((batch.loss_weights != 0).sum())
-            share_prompts = worth_sharing(batch)
-            mine = self._micro_batches(batch, share_prompts=share_prompts)
-            selected = [batch.select(indices) if indices else None for indices in mine]
-            results.append(self.engine.step(selected, make_loss(num_tokens), share_prompts=share_prompts))
+        for step in share.steps:
+            micro_batches, loss = share.micro_batches(step), make_loss(step.num_tokens)
+            results.append(self.engine.step(micro_batches, loss, share_prompts=step.share_prompts))
         counted = [result for result in results if not result["skipped"]] or results
         means: dict[str, float] = {}
         for result in counted:
@@ -98,41 +72,47 @@ class PackedLearner:
         return means | skipped
 
 
+class SpreadOver(TypedDict):
+    """What every planner must know of an engine."""
+
+    num_ranks: int
+    token_budget: int
+    hidden_size: int
+
+
+def spread_over(engine: Engine) -> SpreadOver:
+    """The engine's ranks, and what one of its micro-batches holds."""
+    return {
+        "num_ranks": engine.world_size,
+        "token_budget": engine.config.micro_batch_tokens,
+        "hidden_size": engine.model.lm.config.hidden_size,
+    }
+
+
 class BatchLearner(PackedLearner):
-    """Splits a training batch into optimiser steps: epochs of mini-batches. Subclasses define the loss."""
+    """Learns in epochs of mini-batches. Subclasses define the loss."""
+
+    PLANNER: ClassVar[type[BatchPlanner]]
 
     def __init__(self, engine: Engine, config: AlgorithmConfig, *, seed: int, max_completion_tokens: int) -> None:
         super().__init__(engine)
         self.config = config
         self._seed, self._max_completion_tokens = seed, max_completion_tokens
 
-    def _score_everywhere(self, batch: TrainBatch, pick: Callable[[Any], Tensor]) -> Tensor:
-        """float32 [N] on every rank."""
-        parts: list[Part | None] = [None] * self.engine.world_size
-        dist.all_gather_object(parts, self._score(batch, pick))
-        return merge_scores(batch, [part for part in parts if part is not None])
-
-    def _steps(self, batch: TrainBatch, training_step: int) -> list[TrainBatch]:
-        """The batches of the optimiser steps: reshuffled for every epoch, the same way on every rank, and
-        for critic and policy."""
-        if self.config.steps_per_update == 1:
-            return [batch]
-        shuffle = torch.Generator().manual_seed(self._seed * 1_000_003 + training_step)
-        steps = []
-        for _ in range(self.config.num_epochs):
-            order = torch.randperm(batch.num_sequences, generator=shuffle).tolist()
-            # sorted within each, so that sequences that share their prompt are neighbours
-            steps += [batch.select(sorted(part)) for part in split_minibatches(order, self.config.num_minibatches)]
-        return steps
-
-
-def with_reward(batch: TrainBatch) -> Tensor:
-    """bool [N]: tokens of completions with a reward."""
-    return (~batch.abstained).repeat_interleave(batch.completion_lengths)
+    @property
+    def planner(self) -> Planner:
+        return self.PLANNER(
+            **spread_over(self.engine),
+            config=self.config,
+            seed=self._seed,
+            max_completion_tokens=self._max_completion_tokens,
+        )
 
 
 class PolicyLearner(BatchLearner):
     """The policy's loss over completion tokens: the clipped surrogate, or a custom loss."""
+
+    PLANNER = PolicyPlanner
 
     def __init__(self, engine: Engine, config: AlgorithmConfig, *, seed: int, max_completion_tokens: int) -> None:
         super().__init__(engine, config, seed=seed, max_completion_tokens=max_completion_tokens)
@@ -148,50 +128,22 @@ class PolicyLearner(BatchLearner):
         )
         self._token_loss = custom_loss(config)
 
-    def score(self, batch: TrainBatch) -> Part:
-        """This rank's share of the log-probabilities under the current weights."""
-        return self._score(batch, lambda output: output[0])
+    def score(self, share: Share) -> Tensor:
+        """float32 [n]: log-probabilities under the current weights."""
+        return self._score(share, lambda output: output[0])
 
-    def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
-        """All optimiser steps of training step ``step``, counted from 0.
+    def score_with_entropy(self, share: Share) -> Tensor:
+        """float32 [n, 2]: log-probabilities and entropies under the current weights."""
+        return self._score(share, lambda output: torch.stack(output, 1))
 
-        With a single step the scoring policy is the sampling policy: its own forward gives the old log-probabilities,
-        so none is run beforehand.
-        """
-        batch = self._score_beforehand(batch)
-        steps = [part.with_(loss_weights=self._weights(part)) for part in self._steps(batch, step)]
-        compared = sum(int(part.compared.sum()) for part in steps if part.compared is not None) / len(steps)
+    def update(self, share: Share) -> dict[str, float]:
+        """All optimiser steps of a training step."""
+        compared = share.num_compared
         metrics = self._optimise(
-            steps, lambda num_tokens: lambda out, micro: self._loss(out, micro, num_tokens, compared)
+            share, lambda num_tokens: lambda out, micro: self._loss(out, micro, num_tokens, compared)
         )
         names = PPO_NAMES if self.config.facts.critic else {}
         return {names.get(name, name): value for name, value in metrics.items()}
-
-    def _score_beforehand(self, batch: TrainBatch) -> TrainBatch:
-        """Fills in what the optimiser steps need from the policy before the first one."""
-        quantile = self.config.top_entropy_quantile
-        if quantile == 1 and (batch.old_logprobs is not None or self.config.steps_per_update == 1):
-            return batch
-        logprobs, entropy = self._score_everywhere(batch, lambda output: torch.stack(output, 1)).unbind(1)
-        return batch.with_(
-            old_logprobs=logprobs if batch.old_logprobs is None else batch.old_logprobs,
-            entropy_mask=top_entropy_mask(entropy, quantile, self._counted(batch)) if quantile < 1 else None,
-        )
-
-    def _counted(self, batch: TrainBatch) -> Tensor:
-        """bool [N]: the tokens that contribute to the loss."""
-        counted = with_reward(batch)
-        if self.config.mask_truncated_completions:
-            counted = counted & truncation_mask(batch.completion_lengths, batch.truncated)
-        return counted
-
-    def _weights(self, batch: TrainBatch) -> Tensor:
-        return token_weights(
-            batch.completion_lengths,
-            loss_type=self.config.loss_type,
-            max_completion_length=self._max_completion_tokens,
-            mask=self._counted(batch),
-        )
 
     def _loss(
         self, output: tuple[Tensor, Tensor], batch: TrainBatch, num_tokens: int, num_compared: float
@@ -246,17 +198,15 @@ class PolicyLearner(BatchLearner):
 class ValueLearner(BatchLearner):
     """The critic's clipped regression on returns."""
 
-    def score(self, batch: TrainBatch) -> Part:
-        """This rank's share of the values under the current weights."""
-        return self._score(batch, lambda output: output)
+    PLANNER = ValuePlanner
 
-    def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
-        """All optimiser steps of training step ``step``, counted from 0, over the same mini-batches as the policy's."""
-        steps = [
-            part.with_(loss_weights=token_weights(part.completion_lengths, loss_type="dapo", mask=with_reward(part)))
-            for part in self._steps(batch, step)
-        ]
-        metrics = self._optimise(steps, lambda num_tokens: lambda out, micro: self._loss(out, micro))
+    def score(self, share: Share) -> Tensor:
+        """float32 [n]: values under the current weights."""
+        return self._score(share, lambda output: output)
+
+    def update(self, share: Share) -> dict[str, float]:
+        """All optimiser steps of a training step, over the same mini-batches as the policy's."""
+        metrics = self._optimise(share, lambda num_tokens: lambda out, micro: self._loss(out, micro))
         return {CRITIC_NAMES.get(name, f"critic/{name}"): value for name, value in metrics.items()}
 
     def _loss(self, values: Tensor, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,14 +1,29 @@
 """Trains a scalar reward model on preference pairs, with the same engine as the policy and the critic."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
 from rlhf.algorithms.preference import preference_loss
 from rlhf.batch import TrainBatch
 from rlhf.packing import Unit
+from rlhf.shares import Planner, Share
 from rlhf.training.engine import Engine
-from rlhf.training.learner import PackedLearner, Part
+from rlhf.training.learner import PackedLearner, spread_over
+
+
+class PairPlanner(Planner):
+    """One optimiser step over all pairs of a batch, which brings its weights along."""
+
+    def _steps(self, batch: TrainBatch, training_step: int) -> Iterable[Sequence[int]]:
+        return [range(batch.num_sequences)]
+
+    def _weights(self, batch: TrainBatch) -> Tensor:
+        assert batch.loss_weights is not None
+        return batch.loss_weights
+
+    def _units(self, batch: TrainBatch, share_prompts: bool) -> list[Unit]:
+        return pair_units(batch.sequence_lengths.tolist())
 
 
 class RewardLearner(PackedLearner):
@@ -18,16 +33,17 @@ class RewardLearner(PackedLearner):
         super().__init__(engine)
         self._center_coef = center_coef
 
-    def score(self, batch: TrainBatch) -> Part:
-        """This rank's share of the scores under the current weights."""
-        return self._score(batch, lambda output: output)
+    @property
+    def planner(self) -> Planner:
+        return PairPlanner(**spread_over(self.engine))
 
-    def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
-        """One optimiser step over the pairs of ``batch``; ``step`` is not used."""
-        return self._optimise([batch], lambda _: self._loss)
+    def score(self, share: Share) -> Tensor:
+        """float32 [n]: scores under the current weights."""
+        return self._score(share, lambda output: output)
 
-    def _units(self, batch: TrainBatch, share_prompts: bool) -> list[Unit]:
-        return pair_units(batch.sequence_lengths.tolist())
+    def update(self, share: Share) -> dict[str, float]:
+        """One optimiser step."""
+        return self._optimise(share, lambda _: self._loss)
 
     def _loss(self, scores: Tensor, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.margins is not None and batch.loss_weights is not None

@@ -13,6 +13,7 @@ from rlhf.algorithms import check_algorithm, make_algorithm
 from rlhf.batch import TrainBatch
 from rlhf.config import AlgorithmConfig
 from rlhf.errors import AlgorithmError, ConfigError, RlhfError
+from rlhf.shares import PolicyPlanner
 from rlhf.training.learner import PolicyLearner
 
 NO_ENGINE: Any = None  # what is computed here needs none
@@ -157,9 +158,15 @@ def test_ppo_keeps_its_own_advantages(module: Path) -> None:
 def loss_of(settings: AlgorithmConfig, of: TrainBatch) -> tuple[torch.Tensor, dict[str, float], list[float]]:
     """Loss, stats and gradient by log-probability of one optimiser step on one micro-batch."""
     learner = PolicyLearner(NO_ENGINE, settings, seed=0, max_completion_tokens=4)
-    step = of.with_(loss_weights=learner._weights(of))
+    planner = PolicyPlanner(
+        num_ranks=1, token_budget=64, hidden_size=8, config=settings, seed=0, max_completion_tokens=4
+    )
+    share = planner.plan_update(of, 0).share(0)
+    (step,) = share.steps
+    (micro_batch,) = share.micro_batches(step)
+    assert micro_batch is not None
     logprobs = torch.linspace(-1.6, -1.0, of.num_completion_tokens).requires_grad_()
-    loss, stats = learner._loss((logprobs, torch.ones_like(logprobs)), step, int(learner._counted(of).sum()), 0)
+    loss, stats = learner._loss((logprobs, torch.ones_like(logprobs)), micro_batch, step.num_tokens, 0)
     return loss, {n: x.item() for n, x in stats.items()}, torch.autograd.grad(loss, logprobs)[0].tolist()
 
 

@@ -138,23 +138,23 @@ class Overflowing:
 
     def unpark_optimizer(self) -> None: ...
 
-    def score(self, batch: Any) -> None:
+    def score(self, share: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to\nallocate 2 GiB")
 
-    def update(self, batch: Any, step: int) -> None:
-        self.score(batch)
+    def update(self, share: Any) -> None:
+        self.score(share)
 
 
-@pytest.mark.parametrize(("doing", "args"), [("scoring", (None,)), ("updating", (None, 0))])
+@pytest.mark.parametrize("doing", ["scoring", "updating"])
 def test_a_learner_without_enough_gpu_memory_names_the_keys_to_change(
-    monkeypatch: pytest.MonkeyPatch, doing: str, args: tuple[Any, ...]
+    monkeypatch: pytest.MonkeyPatch, doing: str
 ) -> None:
     config = load_config(CONF / "grpo_tiny.yaml", ["learner.micro_batch_tokens=500"])
     actor = LearnerActor(config, 1, 2)
     actor._learner, actor._decided = Overflowing(), config.learner
     monkeypatch.setattr(actor, "node", lambda: "10.0.0.1")
     with pytest.raises(GpuMemoryError) as caught:
-        {"scoring": actor.score, "updating": actor.update}[doing](*args)
+        {"scoring": actor.score, "updating": actor.update}[doing](None)
     assert str(caught.value) == (
         f"learner[1] on 10.0.0.1: out of GPU memory while {doing} with learner.micro_batch_tokens=500 (CUDA out of "
         "memory. Tried to allocate 2 GiB); lower that or learner.logits_chunk_tokens, or raise "

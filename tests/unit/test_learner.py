@@ -1,20 +1,25 @@
 """What policy and critic learn from a batch, token by token and by hand: on an engine whose model is a table."""
 
 import math
-from collections.abc import Iterator, Sequence
+import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from rlhf.batch import TrainBatch, merge_scores
-from rlhf.config import AlgorithmConfig
+from actors.group import ActorGroup, Member
+from actors.proxies import LearnerGroup
+from rlhf.batch import TrainBatch
+from rlhf.config import AlgorithmConfig, TimeoutConfig
+from rlhf.shares import PolicyPlanner, Share
 from rlhf.training.engine import LossFn, add_stat
-from rlhf.training.learner import PolicyLearner, ValueLearner
+from rlhf.training.learner import BatchLearner, PolicyLearner, ValueLearner
+from tests.fake_ray import FakeRay, Ref
 
 NAN = math.nan
 LOGPROBS = [-0.1, -0.2, -0.3, -0.4, -0.5, -0.6, -0.7]
@@ -49,6 +54,7 @@ class TableEngine:
         self.model = SimpleNamespace(lm=SimpleNamespace(config=SimpleNamespace(hidden_size=8)))
         self.learning_rate, self.rank, self.world_size = learning_rate, rank, world_size
         self.steps: list[Step] = []
+        self.metrics: list[dict[str, float]] = []  # of this rank's part of each
 
     def forward(self, micro_batches: Sequence[TrainBatch | None], pick: Any, *, share_prompts: bool) -> list[Tensor]:
         return [pick(output_of(self.columns, batch)) for batch in micro_batches if batch is not None]
@@ -71,7 +77,18 @@ class TableEngine:
         gradients = torch.autograd.grad(total := torch.stack(losses).sum(), columns)
         self.columns = [c - self.learning_rate * g for c, g in zip(self.columns, gradients, strict=True)]
         self.steps.append(Step([answers(batch).tolist() for batch in batches], [g.tolist() for g in gradients]))
-        return {**stats, "loss": total.item(), "grad_norm": 1.0, "learning_rate": 0.5, "skipped": 0.0}
+        self.metrics.append({**stats, "loss": total.item()})
+        return {**self.metrics[-1], "grad_norm": 1.0, "learning_rate": 0.5, "skipped": 0.0}
+
+
+def ranks_of(num_ranks: int, *columns: list[float], micro_batch_tokens: int = 64) -> list[TableEngine]:
+    """The engines of a learner's ranks."""
+    return [
+        TableEngine(
+            *(columns or (LOGPROBS, ENTROPY)), rank=rank, world_size=num_ranks, micro_batch_tokens=micro_batch_tokens
+        )
+        for rank in range(num_ranks)
+    ]
 
 
 def answers(batch: TrainBatch) -> Tensor:
@@ -114,12 +131,51 @@ def critic(engine: Any, *, seed: int = 0, **changes: Any) -> ValueLearner:
     return ValueLearner(engine, config(name="ppo", **changes), seed=seed, max_completion_tokens=4)
 
 
+class Handle:
+    """A rank as Ray shows it; what it is sent is a copy."""
+
+    def __init__(self, learner: BatchLearner) -> None:
+        self.received: list[Share] = []
+        self._learner = learner
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda *args: Ref(method, args, self._call(method, *args)))
+
+    def _call(self, method: str, *shares: bytes) -> Any:
+        if method == "planner":
+            return pickle.loads(pickle.dumps(self._learner.planner))
+        self.received += (given := [pickle.loads(share) for share in shares])
+        return getattr(self._learner, method)(*given)
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeRay(monkeypatch)
+    monkeypatch.setattr(ray, "put", pickle.dumps)
+
+
+def handles_of(*learners: BatchLearner) -> list[Handle]:
+    return [Handle(learner) for learner in learners]
+
+
+def group_of(handles: Sequence[Handle]) -> LearnerGroup:
+    """What the driver talks to."""
+    return LearnerGroup(
+        ActorGroup([Member(h, "learner", rank, "10.0.0.1") for rank, h in enumerate(handles)]), TimeoutConfig()
+    )
+
+
+def update(learner: BatchLearner, of: TrainBatch, step: int = 0) -> dict[str, float]:
+    """Of the only rank."""
+    return group_of(handles_of(learner)).update(of, step).result()
+
+
 def learn(
     of: TrainBatch, *, entropy: list[float] = ENTROPY, learning_rate: float = 0.0, **changes: Any
 ) -> tuple[list[Step], dict[str, float]]:
     """The optimiser steps of a policy's update, and its metrics."""
     engine = TableEngine(LOGPROBS, entropy, learning_rate=learning_rate)
-    metrics = policy(engine, **changes).update(of, 0)
+    metrics = update(policy(engine, **changes), of)
     return engine.steps, metrics
 
 
@@ -129,31 +185,97 @@ def by_logprobs(of: TrainBatch, **changes: Any) -> list[float]:
     return step.gradients[0]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    """Of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 # ---- what an optimiser step is made of
 
 
 @pytest.mark.parametrize(("num_ranks", "micro_batch_tokens"), [(1, 64), (1, 4), (2, 64), (3, 4), (5, 64)])
 def test_every_token_counts_once_however_it_is_spread(num_ranks: int, micro_batch_tokens: int) -> None:
-    engines = [
-        TableEngine(LOGPROBS, ENTROPY, rank=rank, world_size=num_ranks, micro_batch_tokens=micro_batch_tokens)
-        for rank in range(num_ranks)
-    ]
-    metrics = [policy(engine).update(batch(), 0) for engine in engines]
+    engines = ranks_of(num_ranks, micro_batch_tokens=micro_batch_tokens)
+    learner = group_of(handles_of(*(policy(engine) for engine in engines)))
+    learner.update(batch(), 0).result()
     gradients = [sum(parts) for parts in zip(*(e.steps[0].gradients[0] for e in engines), strict=True)]
     assert gradients == pytest.approx([-a / 7 for a in ADVANTAGES])
     expected = {"loss": -5 / 7, "ratio": 1, "approx_kl": 0, "entropy": 4, "clip_ratio/region_mean": 0}
     for name, value in expected.items():
-        assert sum(of_rank.get(name, 0) for of_rank in metrics) == pytest.approx(value), name
-    whole = merge_scores(batch(), [policy(engine).score(batch()) for engine in engines])
-    assert whole.tolist() == pytest.approx(LOGPROBS)
+        assert sum(engine.metrics[0].get(name, 0) for engine in engines) == pytest.approx(value), name
+    assert learner.score(batch()).result().tolist() == pytest.approx(LOGPROBS)
+
+
+SUMMED = ("loss", "ratio", "approx_kl", "entropy", "sampling/logprob_difference_mean", "value/clip_ratio")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 9])
+@pytest.mark.parametrize(
+    ("make", "columns", "changes"),
+    [
+        (policy, (LOGPROBS, ENTROPY), {"loss_type": "grpo", "top_entropy_quantile": 0.6}),
+        (policy, (LOGPROBS, ENTROPY), {"name": "rloo", "loss_type": "rloo", "num_epochs": 3}),
+        (policy, (LOGPROBS, ENTROPY), {"mask_truncated_completions": True, "num_minibatches": 2, "num_epochs": 2}),
+        (policy, (LOGPROBS, ENTROPY), {"name": "ppo", "num_minibatches": 4, "num_epochs": 2}),
+        (critic, ([0.2] * 7,), {"num_minibatches": 2, "num_epochs": 2}),
+    ],
+)
+def test_several_optimiser_steps_are_the_same_on_any_number_of_ranks(
+    make: Any, columns: Any, changes: dict[str, Any], num_ranks: int
+) -> None:
+    sampled = {"rollout_logprobs": [-1.0] * 7, "compared": [True, True, False, False, False, True, True]}
+    of = batch([1.0, NAN, 0.0, 1.0], values=[0.5] * 7, returns=[1.0] * 7, **sampled)
+
+    def steps_of(num_ranks: int) -> list[tuple[Any, dict[str, float]]]:
+        """The gradient and the metrics of each optimiser step, over all ranks."""
+        engines = ranks_of(num_ranks, *columns)
+        learners = [make(engine, **changes) for engine in engines]
+        group_of(handles_of(*learners)).update(of, 7).result()
+        assert {len(engine.steps) for engine in engines} == {learners[0].config.steps_per_update}
+        gradients = [
+            torch.tensor([part.gradients for part in parts]).sum(0).flatten().tolist()
+            for parts in zip(*(engine.steps for engine in engines), strict=True)
+        ]
+        metrics = [
+            {name: sum((part.get(name, 0.0) for part in parts), 0.0) for name in SUMMED}
+            for parts in zip(*(engine.metrics for engine in engines), strict=True)
+        ]
+        return list(zip(gradients, metrics, strict=True))
+
+    whole = steps_of(1)
+    assert any(any(gradient) for gradient, _ in whole)
+    for (gradient, metrics), (expected, expected_metrics) in zip(steps_of(num_ranks), whole, strict=True):
+        assert gradient == pytest.approx(expected, abs=1e-6)
+        assert metrics == pytest.approx(expected_metrics, abs=1e-6)
+
+
+def test_a_rank_is_sent_its_own_sequences_once() -> None:
+    """Whatever the number of epochs; the others' only where a shuffle brings them to it."""
+    of = TrainBatch(
+        tokens=torch.arange(64 * 101),
+        prompt_lengths=torch.ones(64, dtype=torch.long),
+        completion_lengths=torch.full((64,), 100),
+        truncated=torch.zeros(64, dtype=torch.bool),
+        versions=torch.zeros(64 * 100, dtype=torch.int32),
+        advantages=torch.zeros(64 * 100),
+        old_logprobs=torch.zeros(64 * 100),
+    )
+
+    def planner(**changes: Any) -> PolicyPlanner:
+        return PolicyPlanner(
+            num_ranks=8,
+            token_budget=500,
+            hidden_size=8,
+            config=config(prompts_per_step=32, **changes),
+            seed=0,
+            max_completion_tokens=100,
+        )
+
+    whole = len(pickle.dumps(of))
+    for plan in (planner().plan_update(of, 0), planner().plan_scoring(of)):
+        shares = [plan.share(rank) for rank in range(8)]
+        assert [share.rows.num_sequences for share in shares] == [8] * 8
+        assert sorted(token for share in shares for token in share.rows.tokens.tolist()) == of.tokens.tolist()
+        assert all(len(pickle.dumps(share)) < 1.5 * whole / 8 for share in shares), "its weights included"
+    several = planner(num_epochs=9, num_minibatches=2).plan_update(of, 0)
+    for rank in range(8):
+        first_tokens = several.share(rank).rows.tokens[::101].tolist()
+        assert 8 < len(first_tokens) == len(set(first_tokens)) < 64
 
 
 @pytest.mark.parametrize(
@@ -337,7 +459,7 @@ def test_policy_and_critic_see_the_same_mini_batches_shuffled_anew_for_every_epo
 
     def sequences(learner: Any, engine: TableEngine, step: int) -> list[tuple[int, ...]]:
         engine.steps.clear()
-        learner.update(batch(values=[0.0] * 7, returns=[0.0] * 7), step)
+        update(learner, batch(values=[0.0] * 7, returns=[0.0] * 7), step)
         return [tuple(sorted(t for tokens in taken.tokens for t in tokens)) for taken in engine.steps]
 
     def orders(seed: int) -> list[list[tuple[int, ...]]]:
@@ -367,7 +489,7 @@ def test_a_step_that_was_not_taken_has_no_part_in_the_metrics() -> None:
         engine = TableEngine(LOGPROBS, ENTROPY)
         left = [dict(results[i]) for i in chosen]
         engine.step = lambda *_, **__: left.pop(0)  # type: ignore[method-assign]
-        return policy(engine, num_epochs=len(chosen)).update(batch(), 0)
+        return update(policy(engine, num_epochs=len(chosen)), batch())
 
     assert metrics_of(0, 2) == {
         "loss": 2.0,
@@ -404,7 +526,7 @@ def test_the_critic_learns_of_all_completions_with_a_reward(rewards: list[float]
     """Of truncated ones too, whatever the policy does with them."""
     engine = TableEngine([0.0] * 7)
     of = batch(rewards, values=[0.0] * 7, returns=[1.0] * 7)
-    metrics = critic(engine, mask_truncated_completions=True).update(of, 0)
+    metrics = update(critic(engine, mask_truncated_completions=True), of)
     assert engine.steps[0].gradients[0] == pytest.approx([-weight for weight in expected])
     assert metrics["loss/value_avg"] == pytest.approx(0.5 * sum(expected))
 
@@ -416,7 +538,7 @@ def test_the_critic_s_regression_is_clipped_around_its_old_values() -> None:
         values=[1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0],
         returns=[2.0, 2.0, 0.0, 0.0, 0.0, 0.0, 3.0],
     )
-    metrics = critic(engine, value_clip=0.2).update(of, 0)
+    metrics = update(critic(engine, value_clip=0.2), of)
     # clipped to 1, 1.2, 1.2 and 1.2; squared errors 1, 1, 2.25, 0.25, clipped 1, 0.64, 1.44, 3.24
     assert engine.steps[0].gradients[0] == pytest.approx([-1 / 4, 1 / 4, 1.5 / 4, 0, 0, 0, 0])
     assert metrics == pytest.approx(
@@ -427,4 +549,4 @@ def test_the_critic_s_regression_is_clipped_around_its_old_values() -> None:
             "critic/learning_rate": 0.5,
         }
     )
-    assert merge_scores(of, [critic(engine).score(of)]).tolist() == [1.0, 3.0, 1.5, 9.0, 9.0, 9.0, 2.5]
+    assert group_of(handles_of(critic(engine))).score(of).result().tolist() == [1.0, 3.0, 1.5, 9.0, 9.0, 9.0, 2.5]

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlhf.algorithms.preference import preference_loss
+from rlhf.batch import last_token_batch
 from rlhf.errors import ConfigError
 from rlhf.packing import plan_micro_batches
 from rlhf.recipes import load_config, to_yaml
 from rlhf.reward_config import RewardTrainingConfig
-from rlhf.training.reward_learner import pair_units
+from rlhf.training.reward_learner import PairPlanner, pair_units
 
 RECIPE = Path(__file__).parents[2] / "conf" / "reward_tiny.yaml"
 
@@ -83,6 +84,28 @@ def test_pairs_stay_together(lengths: list[tuple[int, int]], num_ranks: int, spa
     for micro in micro_batches:
         assert micro[1::2] == [i + 1 for i in micro[::2]] and all(i % 2 == 0 for i in micro[::2])
         assert sum(flat[i] for i in micro) <= budget
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
+def test_each_pair_is_sent_to_one_rank_with_its_weights(num_ranks: int) -> None:
+    margins, weights = [0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.4, 0.4], [0.125] * 6 + [0.0] * 2
+    batch = last_token_batch([[5, 6, 7], [5] * 9, [8], [8, 9], [3] * 7, [3, 4], [2] * 4, [2]]).with_(
+        margins=torch.tensor(margins), loss_weights=torch.tensor(weights)
+    )
+    planner = PairPlanner(num_ranks=num_ranks, token_budget=16, hidden_size=8)
+    plan = planner.plan_update(batch, 0)
+    seen = []
+    for share in map(plan.share, range(num_ranks)):
+        (step,) = share.steps
+        assert step.num_tokens == 6
+        for micro in filter(None, share.micro_batches(step)):
+            assert micro.margins is not None and micro.loss_weights is not None
+            assert torch.equal(micro.margins[::2], micro.margins[1::2]), "both of a pair"
+            seen += zip(
+                micro.sequence_lengths.tolist(), micro.margins.tolist(), micro.loss_weights.tolist(), strict=True
+            )
+    rows = zip(batch.sequence_lengths.tolist(), torch.tensor(margins).tolist(), weights, strict=True)
+    assert sorted(seen) == sorted(rows)
 
 
 def test_configuration_round_trips(tmp_path: Path) -> None:
