@@ -12,6 +12,8 @@ from itertools import count
 from random import Random
 from typing import Any
 
+from actors.rollouts.vllm_scheduler import keeping_logprobs
+
 SCHEDULER = "benchmarks.lengths.ragged_scheduler"
 MEDIAN_SHARE = 330 / 1024  # of the longest allowed
 SPREAD = 0.7  # standard deviation of the logarithm
@@ -30,7 +32,7 @@ def named_index(request_id: str, group_size: int) -> int | None:
 
 
 def ragged_scheduler(vllm_config: Any, **kwargs: Any) -> Any:
-    """The scheduler that vLLM would have built, but with each request's ``max_tokens`` shortened to its drawn length.
+    """The scheduler that would have been built, but with each request's ``max_tokens`` shortened to its drawn length.
 
     Requests are numbered as they arrive. In our pool, whose engines share a step's requests, the number follows from
     the request's name, GROUP.SAMPLE, and the engine argument ``additional_config={group: N}``. So both sides
@@ -39,7 +41,9 @@ def ragged_scheduler(vllm_config: Any, **kwargs: Any) -> Any:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    base: Any = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+    group = (vllm_config.additional_config or {}).get("group")
+    theirs: Any = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+    base = theirs if group is None else keeping_logprobs(vllm_config)
 
     class RaggedScheduler(base):
         def add_request(self, request: Any) -> None:
@@ -48,5 +52,4 @@ def ragged_scheduler(vllm_config: Any, **kwargs: Any) -> Any:
             super().add_request(request)
 
     numbers = count()
-    group = (vllm_config.additional_config or {}).get("group")
     return RaggedScheduler(vllm_config, **kwargs)

@@ -157,10 +157,7 @@ def _raise_if_aborted(reasons: Sequence[str]) -> None:
 def to_output(output: Any) -> Output:
     """A finished RequestOutput as ours."""
     completion = output.outputs[0]
-    flat = completion.logprobs
-    return Output(
-        key=output.request_id,
-        token_ids=list(completion.token_ids),
-        finish_reason=completion.finish_reason,
-        logprobs=np.asarray([flat.logprobs[i] for i in flat.start_indices], dtype=np.float32) if flat else None,
-    )
+    logprobs, flat = completion.routed_experts, completion.logprobs  # of our scheduler, of vLLM's own
+    if flat:
+        logprobs = np.asarray([flat.logprobs[i] for i in flat.start_indices], dtype=np.float32)
+    return Output(output.request_id, list(completion.token_ids), completion.finish_reason, logprobs)

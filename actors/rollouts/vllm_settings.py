@@ -22,6 +22,7 @@ def worker_env(device: Device) -> dict[str, str]:
 def engine_args(spec: WorkerSpec) -> dict[str, Any]:
     """vLLM's engine arguments, derived from the configuration; ``rollout.engine_args`` has the last word."""
     from actors.rollouts.vllm_executors import OneProcess, TensorParallel
+    from actors.rollouts.vllm_scheduler import SCHEDULER
 
     config = spec.config
     args: dict[str, Any] = {
@@ -38,6 +39,8 @@ def engine_args(spec: WorkerSpec) -> dict[str, Any]:
         "weight_transfer_config": {"backend": "rlhf"},
         "worker_extension_cls": "actors.weights.vllm_receiver.WorkerExtension",
     }
+    if not config.stop:
+        args["scheduler_cls"] = SCHEDULER
     if spec.device == "cpu":
         args |= {
             "dtype": "float32",

@@ -123,7 +123,7 @@ def test_an_engine_in_a_process_of_its_own_hands_out_what_it_sampled_before_it_p
     waiting, told = ["a", "b"], []
     core.call_utility = lambda *call: told.append(call)
     core.outputs_queue = SimpleNamespace(empty=lambda: not waiting)
-    sampled = SimpleNamespace(token_ids=[7], finish_reason="stop", logprobs=None)
+    sampled = SimpleNamespace(token_ids=[7], finish_reason="stop", logprobs=None, routed_experts=None)
 
     def step() -> list[Any]:
         return [
