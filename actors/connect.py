@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,8 @@ def start_local(config: Config | RewardTrainingConfig) -> None:
         assert ray.util.get_node_ip_address() == LOOPBACK, "Ray listens on the network"
 
 
-def join(key: str, address: str, remedy: str) -> None:
-    """Joins a cluster that is already up.
+def join(key: str, address: str, remedy: str, packages: Sequence[str] = ()) -> None:
+    """Joins a cluster that is already up. ``packages``: directories of modules that its nodes need not have.
 
     Raises ClusterError, which names ``key`` as where the address is from; ``remedy``: what to do if nobody is there.
     """
@@ -83,7 +83,7 @@ def join(key: str, address: str, remedy: str) -> None:
         raise ClusterError(f"{here}: no Ray node runs on this machine; run this command on a node of that cluster")
     try:
         with keeping_loopback():
-            ray.init(address=address, **QUIET)
+            ray.init(address=address, runtime_env={"py_modules": list(packages)} if packages else None, **QUIET)
     except (OSError, RuntimeError, AuthenticationError) as error:
         raise ClusterError(f"{here}: this machine cannot join ({one_line(error)}); {remedy}") from error
 

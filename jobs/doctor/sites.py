@@ -10,11 +10,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.connect import check_answers
+from actors.connect import join
 from actors.environment import PROJECT_ROOT
-from rlhf.errors import ClusterError, one_line
-
-JOIN_KEY = "--address"
+from rlhf.errors import one_line
 
 
 class Site(Protocol):
@@ -106,17 +104,8 @@ class RayCluster:
 @contextlib.contextmanager
 def joined(address: str) -> Iterator[RayCluster]:
     """The cluster at an address. Raises ClusterError if none answers."""
-    check_answers(JOIN_KEY, address)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    modules = [str(PROJECT_ROOT / package) for package in ("rlhf", "actors", "jobs")]  # nodes need not have them
-    quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
-    try:
-        ray.init(address=address, runtime_env={"py_modules": modules}, **quiet)
-    except (ConnectionError, RuntimeError, RayError) as error:
-        raise ClusterError(
-            f"{JOIN_KEY}={address}: the Ray cluster cannot be joined ({one_line(error)[:300]}); run this on one of its "
-            "nodes, in the environment of its `ray start`, with the address HEAD:6379 that the nodes were given"
-        ) from error
+    packages = [str(PROJECT_ROOT / package) for package in ("rlhf", "actors", "jobs")]
+    join("--address", address, "give the address HEAD:6379 that its nodes were started with", packages)
     try:
         alive = [node for node in ray.nodes() if node["Alive"]]
         names = [node_name(node, alive) for node in alive]
