@@ -1,6 +1,7 @@
 """Failures of every kind, one after the other, over a run as a user starts it; then its numbers beside a calm run's.
 
 python -m tests.storm [--events 200] [--seed 0] [--only kill-learner --only full-disk] [--out storm.json]
+python -m tests.storm --nodes                     # on a cluster of three nodes, which are lost and replaced as well
 
 When the command ends, the same command is given again, which is all that a user (or a cluster's scheduler) would do.
 After each failure the run must make two more steps within RECOVERY_S. At the end every step must have the numbers that
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -45,14 +47,16 @@ NUMBERS = ("loss", "grad_norm", "kl", "entropy", "reward", "advantages/abs_mean"
 class StormRun:
     """``rlhf train`` in a process of its own, given again whenever it ends."""
 
-    def __init__(self, directory: Path, model: Path, *overrides: str) -> None:
-        self.directory, self.name = directory, directory.name
+    def __init__(self, directory: Path, model: Path, *overrides: str, cluster: "StormCluster | None" = None) -> None:
+        self.directory, self.name, self.cluster = directory, directory.name, cluster
         self.log = directory.with_suffix(".log")
         self.exits: list[int] = []
         module = [sys.executable, "-m", "tests.storm.train", "train", "-c", "conf/grpo_tiny.yaml"]
         where = [f"model.path={model}", f"run_dir={directory}", f"name={self.name}"]
         self.command = [*module, *SETTINGS, *where, *overrides]
         self._env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {MARK: self.name}
+        if cluster:
+            self._env["RAY_ADDRESS"] = cluster.address
         self._process = self._start()
 
     def _start(self) -> "subprocess.Popen[bytes]":
@@ -119,6 +123,8 @@ class StormRun:
         """Ends the run at the end of a step; returns what is still there after END_S, ended by force."""
         self.send(signal.SIGTERM)
         self.ended(END_S)
+        if self.cluster:
+            self.cluster.close()
         ends = time.monotonic() + END_S
         while (left := self.processes()) and time.monotonic() < ends:
             time.sleep(0.2)
@@ -126,6 +132,31 @@ class StormRun:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return left
+
+
+class StormCluster:
+    """A Ray cluster of three nodes, all on this machine; the head is the run's own node, and stays."""
+
+    def __init__(self, mark: str) -> None:
+        os.environ[MARK] = mark  # of the actors, which are started by their nodes
+        os.environ["RAY_AUTH_MODE"] = "disabled"
+        from ray.cluster_utils import Cluster
+
+        self._nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "object_store_memory": 256 << 20})
+        self.address = self._nodes.address
+        self._others = [self._add() for _ in range(2)]
+
+    def _add(self) -> Any:
+        return self._nodes.add_node(num_cpus=6, object_store_memory=80 << 20)
+
+    def replace_node(self, random: Random) -> None:
+        """A node is gone at once, with all that runs on it; another comes."""
+        place = random.randrange(len(self._others))
+        self._nodes.remove_node(self._others[place], allow_graceful=False)
+        self._others[place] = self._add()
+
+    def close(self) -> None:
+        self._nodes.shutdown()
 
 
 Event = Callable[[StormRun, Random], None]
@@ -204,6 +235,13 @@ def damaged_checkpoint(run: StormRun, random: Random) -> None:
         os.truncate(file, file.stat().st_size // 2)
 
 
+def replace_node(run: StormRun, random: Random) -> None:
+    """A node other than the driver's is lost, and another joins."""
+    assert run.cluster is not None, "for --nodes"
+    run.cluster.replace_node(random)
+
+
+OF_NODES: dict[str, Event] = {"replace-node": replace_node}
 EVENTS: dict[str, Event] = {
     **{
         f"{word}-{actor.removesuffix('Actor').lower()}": to_actor(actor, number)
@@ -222,6 +260,7 @@ EVENTS: dict[str, Event] = {
     "full-disk": full_disk,
     "damaged-checkpoint": damaged_checkpoint,
 }
+OF_LOCAL_RUNS = {"kill-raylet", "kill-gcs", "terminate-all"}  # would end the cluster, which nobody starts again
 
 
 @dataclass(frozen=True)
@@ -242,7 +281,7 @@ def weather(run: StormRun, events: Sequence[str], random: Random) -> Iterator[Ou
         time.sleep(random.uniform(0.0, 1.5))
         step, exits, said = run.step(), len(run.exits), len(run.log.read_bytes())
         started_s = time.monotonic()
-        EVENTS[event](run, random)
+        (EVENTS | OF_NODES)[event](run, random)
         run.reach(step + 2)
         restarted = b"restarting from" in run.log.read_bytes()[said:]
         how = "given again" if len(run.exits) > exits else "restarted" if restarted else "went on"
@@ -272,13 +311,14 @@ def disk() -> Iterator[Path]:
                 subprocess.run(["umount", "--lazy", name], check=True)
 
 
-def storm(events: Sequence[str], model: Path, seed: int) -> tuple[list[Outcome], list[str]]:
-    """What became of each failure, and what is wrong in the end."""
+def storm(events: Sequence[str], model: Path, seed: int, *, nodes: bool = False) -> tuple[list[Outcome], list[str]]:
+    """What became of each failure, and what is wrong in the end. ``nodes``: on a cluster of several."""
     outcomes: list[Outcome] = []
+    name = f"storm-{os.getpid()}"
     with disk() as directory:
         if not os.path.ismount(directory):
             events = [event for event in events if event != "full-disk"]
-        run = StormRun(directory / f"storm-{os.getpid()}", model)
+        run = StormRun(directory / name, model, cluster=StormCluster(name) if nodes else None)
         try:
             for outcome in weather(run, events, Random(seed)):
                 outcomes.append(outcome)
@@ -315,14 +355,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", action="append", choices=EVENTS)
+    parser.add_argument("--only", action="append", choices=EVENTS | OF_NODES)
+    parser.add_argument("--nodes", action="store_true")
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     random, events = Random(args.seed), []
+    of_nodes = [event for event in EVENTS | OF_NODES if event not in OF_LOCAL_RUNS]
     while len(events) < args.events:
-        events += random.sample(kinds := args.only or list(EVENTS), len(kinds))
-    outcomes, wrong = storm(events[: args.events], args.model.resolve(), args.seed)
+        events += random.sample(kinds := args.only or (of_nodes if args.nodes else list(EVENTS)), len(kinds))
+    outcomes, wrong = storm(events[: args.events], args.model.resolve(), args.seed, nodes=args.nodes)
     show(outcomes)
     print("\n".join(wrong) or f"{len(outcomes)} failures; every step has the numbers of a run without any")
     if args.out:
