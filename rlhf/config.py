@@ -513,7 +513,7 @@ class SamplingChecksConfig(ChecksConfig, key="checks"):
 
     # groups sampled with log-probabilities in a compared step; 0: no comparison
     logprob_groups: NonNegativeInt = 1
-    logprob_every_steps: PositiveInt = 8  # the first step is compared, then one in this many, about 5 % slower at 0.5B
+    logprob_every_steps: PositiveInt = 8  # the first step is compared, then one in this many, a little slower
     warn_logprob_difference: NonNegativeFloat | None = None  # null: 1e-3 in float32, 0.1 in bfloat16
     # a larger difference ends the run; null: 1e-2 in float32, 0.5 in bfloat16
     max_logprob_difference: NonNegativeFloat | None = None
@@ -693,5 +693,5 @@ class Config(Section, key=""):
 
     @property
     def needs_rollout_logprobs(self) -> bool:
-        """Whether vLLM is asked for log-probabilities (they halve its speed)."""
+        """Whether vLLM is asked for log-probabilities."""
         return self.rollout.logprobs or self.algorithm.rollout_correction not in ("auto", "none")

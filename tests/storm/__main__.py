@@ -142,7 +142,8 @@ class StormCluster:
         os.environ["RAY_AUTH_MODE"] = "disabled"
         from ray.cluster_utils import Cluster
 
-        self._nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "object_store_memory": 256 << 20})
+        head = {"num_cpus": 4, "object_store_memory": 256 << 20, "include_dashboard": False}
+        self._nodes = Cluster(initialize_head=True, head_node_args=head)
         self.address = self._nodes.address
         self._others = [self._add() for _ in range(2)]
 
