@@ -217,12 +217,11 @@ def second_run(run: StormRun, random: Random) -> None:
 def full_disk(run: StormRun, random: Random) -> None:
     """The run directory's file system fills up, until somebody makes room; meanwhile the run may end."""
     ballast = run.directory.parent / "ballast"
-    with ballast.open("wb") as file, contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
         while True:
             file.write(bytes(1 << 16))
-            file.flush()
     run.ended(10.0)
-    ballast.unlink()
+    ballast.unlink(missing_ok=True)
 
 
 def damaged_checkpoint(run: StormRun, random: Random) -> None:
