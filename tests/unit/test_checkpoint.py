@@ -273,5 +273,5 @@ def test_the_state_is_as_of_the_beginning_of_the_write(tmp_path: Path) -> None:
 def test_what_was_written_together_took_as_long_as_the_slowest() -> None:
     one, other = FileSum(100, 1), FileSum(10, 2)
     together = Written.together([Written(1.5, {"a": one}), Written(2.5, {"b": other})])
-    assert together == Written(2.5, {"a": one, "b": other}) and together.num_bytes == 110
+    assert together == (whole := Written(2.5, {"a": one, "b": other})) and whole.num_bytes == 110
     assert Written.together([Written(1.5, {}), None]) is None

@@ -389,11 +389,13 @@ def test_where_gradients_add_up_in_float32(tmp_path: Path, overrides: tuple[str,
     assert f"gradients add up in {word}" in plan.describe("learner")
 
 
-def test_checkpointing_is_as_asked(tmp_path: Path) -> None:
-    config = with_shape(tmp_path, QWEN_05B, "grpo_0.5b_1gpu.yaml", "learner.checkpointed_layers=5")
-    plan = plan_memory(config, 80 * GIB)
+@pytest.mark.parametrize("compiles", [True, False])
+def test_checkpointing_and_compiling_are_as_asked(tmp_path: Path, compiles: bool) -> None:
+    asked = "learner.checkpointed_layers=5", f"learner.compile={compiles}"
+    plan = plan_memory(with_shape(tmp_path, QWEN_05B, "grpo_0.5b_1gpu.yaml", *asked), 80 * GIB)
     assert plan is not None
-    assert plan.settings("learner").checkpointed_layers == 5
+    settings = plan.settings("learner")
+    assert (settings.checkpointed_layers, settings.compile) == (5, compiles)
 
 
 def test_as_few_layers_are_checkpointed_as_memory_asks_for(tmp_path: Path) -> None:
@@ -496,6 +498,9 @@ def test_a_phase_may_fill_the_gpu_and_not_a_byte_more(gpu: str) -> None:
         plan(8 * GIB).check(role)
         with pytest.raises(ConfigError, match=r"^learner.*: 8\.0 GiB predicted to score, the GPU has 8\.0; lower "):
             plan(8 * GIB + 1).check(role)
+    full = dataclasses.replace(plan(GIB), roles=roles | {"rollout": RoleMemory(1.0, kv_cache=0.0)})
+    with pytest.raises(ConfigError, match=r"^rollout\.gpu_memory_fraction=.* leaves no KV cache: "):
+        full.check()
 
 
 @pytest.mark.parametrize(
@@ -548,6 +553,14 @@ def test_the_remedy_for_scoring_names_the_model_that_takes_the_most(scoring: dic
             28,
             ["learner.offload_optimizer=true"],
             "raise learner.num_ranks (with zero_stage=3)",
+        ),
+        (  # the learner takes more, elsewhere
+            "critic",
+            "train",
+            {"training": 6.0},
+            28,
+            [],
+            "raise critic.num_ranks (with zero_stage=3), or set critic.offload_optimizer=true",
         ),
         (
             "shared",
@@ -634,8 +647,9 @@ def test_a_role_checks_its_own_gpu(tmp_path: Path) -> None:
     plan = plan_memory(config, 80 * GIB)
     assert plan is not None
     plan.check("reference")
-    with pytest.raises(ConfigError, match=r"^learner: "):
-        plan.check("learner")
+    for gpus in (plan.gpus, dict(reversed(plan.gpus.items()))):
+        with pytest.raises(ConfigError, match=r"^learner: "):
+            dataclasses.replace(plan, gpus=gpus).check("learner")
 
 
 def test_reward_training_has_a_plan(tmp_path: Path) -> None:
