@@ -426,6 +426,12 @@ def test_the_critic_has_its_own_choice(tmp_path: Path) -> None:
     assert 0 < small[0] < small[1] < 24
     assert middle[0] == 0 < middle[1]
     assert large == (0, 0)
+    narrow = with_shape(
+        tmp_path, QWEN_05B, "ppo_0.5b_1gpu.yaml", f"reward.model.path={tmp_path}", "learner.float32_gradients=false"
+    )
+    plan = plan_memory(narrow, 139 * GIB)
+    assert plan is not None
+    assert [plan.settings(role).float32_gradients for role in ("learner", "critic")] == [False, True]
 
 
 def test_optimiser_leaves_where_vllm_cannot_wake_beside_it(tmp_path: Path) -> None:
