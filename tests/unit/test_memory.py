@@ -398,6 +398,22 @@ def test_checkpointing_and_compiling_are_as_asked(tmp_path: Path, compiles: bool
     assert (settings.checkpointed_layers, settings.compile) == (5, compiles)
 
 
+@pytest.mark.parametrize("recipe", ["grpo_0.5b_1gpu.yaml", "grpo_7b_2x8a100.yaml"])
+def test_what_passes_need_without_checkpointing_and_what_everything_else_leaves_them(
+    tmp_path: Path, recipe: str
+) -> None:
+    some, none = (
+        plan_memory(with_shape(tmp_path, QWEN_05B, recipe, f"learner.checkpointed_layers={layers}"), 80 * GIB)
+        for layers in (5, 0)
+    )
+    assert some is not None and none is not None
+    needed, now = (1.08 * plan.roles["learner"].training for plan in (none, some))
+    gpu = some.gpus.get("shared") or some.gpus["learner"]
+    choice = some.checkpointing["learner"]
+    assert (choice.layers, choice.needed) == (5, pytest.approx(needed)) and needed > now
+    assert choice.left == pytest.approx(0.9 * 80 * GIB - (gpu["train"] - now))
+
+
 def test_as_few_layers_are_checkpointed_as_memory_asks_for(tmp_path: Path) -> None:
     """One fewer would not fit into 90 % of the GPU."""
     fixed = "learner.float32_gradients=false"
@@ -426,12 +442,14 @@ def test_the_critic_has_its_own_choice(tmp_path: Path) -> None:
     assert 0 < small[0] < small[1] < 24
     assert middle[0] == 0 < middle[1]
     assert large == (0, 0)
-    narrow = with_shape(
-        tmp_path, QWEN_05B, "ppo_0.5b_1gpu.yaml", f"reward.model.path={tmp_path}", "learner.float32_gradients=false"
-    )
-    plan = plan_memory(narrow, 139 * GIB)
+    half = tmp_path / "half"
+    half.mkdir()
+    (half / "config.json").write_text(json.dumps(QWEN_05B | {"num_hidden_layers": 12}))
+    other = f"reward.model.path={tmp_path}", f"critic.path={half}", "learner.float32_gradients=false"
+    plan = plan_memory(with_shape(tmp_path, QWEN_05B, "ppo_0.5b_1gpu.yaml", *other), 139 * GIB)
     assert plan is not None
     assert [plan.settings(role).float32_gradients for role in ("learner", "critic")] == [False, True]
+    assert [plan.checkpointing[role].num_layers for role in ("learner", "critic")] == [24, 12]
 
 
 def test_optimiser_leaves_where_vllm_cannot_wake_beside_it(tmp_path: Path) -> None:
