@@ -182,6 +182,12 @@ def test_a_publish_by_hand() -> None:
     assert of(3, 4, bucket_bytes=100) == 3 * 100
     assert of(3, 4, shape=dataclasses.replace(TOY, intermediate_size=20)) == 2 * 50 + 160
     assert of(3, 4, bucket_bytes=0) == 0  # a critic publishes nothing
+    learner = LearnerConfig(num_ranks=4, zero_stage=3)
+    other, silent = (
+        learner_memory(learner, TOY, checkpointed_layers=0, element_bytes=4, bucket_bytes=size).other
+        for size in (50, 0)
+    )
+    assert other - silent == 2 * 50 + 160, "float32"
 
 
 def test_forward_by_hand() -> None:
@@ -213,6 +219,8 @@ def test_an_engines_rank_by_hand() -> None:
     assert (memory.weights, memory.kv_cache) == (weights, 8 * GIB - weights)
     bounded = rollout_memory(TOY, budget_bytes=10 * GIB, tensor_parallel_size=1, cache_tokens=100)
     assert bounded.kv_cache == pytest.approx(1.1 * 100 * 2 * 2 * 2 * 2)  # key and value, 2 layers, one head of 2
+    wide = rollout_memory(TOY, budget_bytes=10 * GIB, tensor_parallel_size=1, cache_tokens=100, element_bytes=4)
+    assert wide.kv_cache == 2 * bounded.kv_cache
     assert rollout_memory(TOY, budget_bytes=GIB, tensor_parallel_size=1, cache_tokens=100).kv_cache < 0
 
 
