@@ -178,7 +178,7 @@ def test_a_publish_by_hand() -> None:
 
     assert RING_BUCKETS == NUM_SLOTS
     assert of(3, 1) == of(2, 4) == 2 * 50  # every rank has the weights whole
-    assert of(3, 4) == 2 * 50 + 80
+    assert of(3, 4) == of(3, 2) == 2 * 50 + 80
     assert of(3, 4, bucket_bytes=100) == 3 * 100
     assert of(3, 4, shape=dataclasses.replace(TOY, intermediate_size=20)) == 2 * 50 + 160
     assert of(3, 4, bucket_bytes=0) == 0  # a critic publishes nothing
