@@ -80,8 +80,9 @@ def test_waits_until_the_last_change_has_taken_effect() -> None:
     assert decision and "workers were idle for more than 50% of the time (now 70%)" in decision.reason
 
 
-def test_each_time_it_could_not_grow_it_waits_twice_as_long() -> None:
-    scaler = Autoscaler(AutoscaleConfig(max=9, patience_steps=2))
+@pytest.mark.parametrize("patience", [1, 2])
+def test_each_time_it_could_not_grow_it_waits_twice_as_long(patience: int) -> None:
+    scaler = Autoscaler(AutoscaleConfig(max=9, patience_steps=patience))
 
     def steps_to_grow(num_workers: int) -> int:
         for step in range(1, 99):
@@ -92,11 +93,12 @@ def test_each_time_it_could_not_grow_it_waits_twice_as_long() -> None:
                 return step
         raise AssertionError("never")
 
-    assert [steps_to_grow(2) for _ in range(3)] == [2, 4, 8]
-    assert steps_to_grow(2) == 16
-    assert steps_to_grow(3) == 2, "it has grown"
-    assert steps_to_grow(3) == 4
-    assert [scaler.judge(IDLE, num_workers=3, settled=True) for _ in range(2)][1] is not None, "shrinking needs no more"
+    assert [steps_to_grow(2) / patience for _ in range(4)] == [1, 2, 4, 8]
+    assert steps_to_grow(3) == patience, "it has grown"
+    assert steps_to_grow(3) == 2 * patience
+    *_, last = (scaler.judge(IDLE, num_workers=3, settled=True) for _ in range(patience))
+    assert last is not None, "shrinking needs no more"
+    assert steps_to_grow(2) == 4 * patience, "nor does it help growing"
 
 
 def test_at_a_threshold_the_pool_is_left_alone() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from rlhf import checkpoint
 from rlhf.checkpoint import CheckpointStore, FileSum, Written, read_state
 from rlhf.errors import CheckpointError
 from tests.fakes import save
@@ -123,7 +124,8 @@ def test_a_full_disk_is_one_line_and_leaves_the_last_good_one(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, syscall, full)
-        with pytest.raises(CheckpointError, match=r"^[^\n]*could not be written \(OSError: .*No space left[^\n]*$"):
+        said = r"^[^\n]*/\.partial-000010: a checkpoint could not be written \(OSError: .*No space left[^\n]*$"
+        with pytest.raises(CheckpointError, match=said):
             save(store, 10)
     assert store.find("auto") == store.path(5)
     save(store, 10)
@@ -217,9 +219,36 @@ def test_a_checkpoint_that_is_being_deleted_is_none(tmp_path: Path, monkeypatch:
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(shutil, "rmtree", die_after_one_file)
         save(store, step)
-    assert store.steps() == [step] and (store.path(step) / "learner").read_text() == str(step)
-    save(store, step)
-    assert sorted(path.name for path in store.directory.iterdir()) == [store.path(step).name]
+    for finish in (store.sweep, lambda: save(store, step)):
+        assert store.steps() == [step] and (store.path(step) / "learner").read_text() == str(step)
+        finish()
+        assert [path.name for path in store.directory.iterdir()] == [store.path(step).name]
+
+
+def test_a_run_reads_all_of_a_checkpoint_once_and_never_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, path, read = CheckpointStore(tmp_path, keep=1), tmp_path / "checkpoints" / "step-000005", list[str]()
+    save(store, 5)
+    of = FileSum.of
+    monkeypatch.setattr(FileSum, "of", lambda path: read.append(path.name) or of(path))
+    assert store.find(str(path)) == path and not read
+    resumed = CheckpointStore(tmp_path, keep=1)
+    assert resumed.find(str(path)) == resumed.find(str(path)) == path
+    assert sorted(read) == ["driver.json", "learner"]
+
+
+def test_a_files_sum_is_that_of_all_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", 4)
+    (tmp_path / "file").write_bytes(b"123456789")
+    assert FileSum.of(tmp_path / "file") == FileSum(9, 0xCBF43926), "the check value of CRC-32"
+
+
+def test_what_a_run_that_ends_unsaved_loses(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    assert store.describe_loss(12) == "there is no checkpoint, so 12 finished step(s) are lost"
+    save(store, 10)
+    assert store.describe_loss(12) == f"the last checkpoint is {store.path(10)}; 2 finished step(s) since are lost"
 
 
 def test_resume_modes(tmp_path: Path) -> None:
@@ -244,5 +273,5 @@ def test_the_state_is_as_of_the_beginning_of_the_write(tmp_path: Path) -> None:
 def test_what_was_written_together_took_as_long_as_the_slowest() -> None:
     one, other = FileSum(100, 1), FileSum(10, 2)
     together = Written.together([Written(1.5, {"a": one}), Written(2.5, {"b": other})])
-    assert together == Written(2.5, {"a": one, "b": other}) and together.num_bytes == 110
+    assert together == (whole := Written(2.5, {"a": one, "b": other})) and whole.num_bytes == 110
     assert Written.together([Written(1.5, {}), None]) is None

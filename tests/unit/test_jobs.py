@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -248,6 +249,19 @@ def test_a_gpu_that_is_too_small_gets_half_of_the_tokens_at_once(
     assert used == [(1000, 600), (500, 300)]
     assert [event[1] for event in told if event[0] == "learner learns"] == [0, 1, 2, 3]
     assert "from now on learner.micro_batch_tokens=500, critic.micro_batch_tokens=300" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("command", "recipe"), [("train", "grpo_tiny"), ("train-reward", "")])
+def test_a_run_without_a_critic_halves_the_learners_tokens_alone(
+    run: Any, started: list[Any], capsys: pytest.CaptureFixture[str], command: str, recipe: str
+) -> None:
+    full = {2: fail_with(GpuMemoryError("learner[0]: out of GPU memory"))}
+    assert run(command, [full, {}], "learner.micro_batch_tokens=1000", recipe=recipe)[0] == 0
+    first, second = started
+    assert second.learner == replace(first.learner, micro_batch_tokens=500)
+    if recipe:
+        assert second.critic == first.critic
+    assert "from now on learner.micro_batch_tokens=500\n" in capsys.readouterr().out
 
 
 def test_a_gpu_that_cannot_hold_the_longest_sequence_ends_the_run(run: Any, capsys: pytest.CaptureFixture[str]) -> None:

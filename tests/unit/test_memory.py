@@ -178,10 +178,16 @@ def test_a_publish_by_hand() -> None:
 
     assert RING_BUCKETS == NUM_SLOTS
     assert of(3, 1) == of(2, 4) == 2 * 50  # every rank has the weights whole
-    assert of(3, 4) == 2 * 50 + 80
+    assert of(3, 4) == of(3, 2) == 2 * 50 + 80
     assert of(3, 4, bucket_bytes=100) == 3 * 100
     assert of(3, 4, shape=dataclasses.replace(TOY, intermediate_size=20)) == 2 * 50 + 160
     assert of(3, 4, bucket_bytes=0) == 0  # a critic publishes nothing
+    learner = LearnerConfig(num_ranks=4, zero_stage=3)
+    other, silent = (
+        learner_memory(learner, TOY, checkpointed_layers=0, element_bytes=4, bucket_bytes=size).other
+        for size in (50, 0)
+    )
+    assert other - silent == 2 * 50 + 160, "float32"
 
 
 def test_forward_by_hand() -> None:
@@ -213,6 +219,8 @@ def test_an_engines_rank_by_hand() -> None:
     assert (memory.weights, memory.kv_cache) == (weights, 8 * GIB - weights)
     bounded = rollout_memory(TOY, budget_bytes=10 * GIB, tensor_parallel_size=1, cache_tokens=100)
     assert bounded.kv_cache == pytest.approx(1.1 * 100 * 2 * 2 * 2 * 2)  # key and value, 2 layers, one head of 2
+    wide = rollout_memory(TOY, budget_bytes=10 * GIB, tensor_parallel_size=1, cache_tokens=100, element_bytes=4)
+    assert wide.kv_cache == 2 * bounded.kv_cache
     assert rollout_memory(TOY, budget_bytes=GIB, tensor_parallel_size=1, cache_tokens=100).kv_cache < 0
 
 
@@ -389,11 +397,29 @@ def test_where_gradients_add_up_in_float32(tmp_path: Path, overrides: tuple[str,
     assert f"gradients add up in {word}" in plan.describe("learner")
 
 
-def test_checkpointing_is_as_asked(tmp_path: Path) -> None:
-    config = with_shape(tmp_path, QWEN_05B, "grpo_0.5b_1gpu.yaml", "learner.checkpointed_layers=5")
-    plan = plan_memory(config, 80 * GIB)
+@pytest.mark.parametrize("compiles", [True, False])
+def test_checkpointing_and_compiling_are_as_asked(tmp_path: Path, compiles: bool) -> None:
+    asked = "learner.checkpointed_layers=5", f"learner.compile={compiles}"
+    plan = plan_memory(with_shape(tmp_path, QWEN_05B, "grpo_0.5b_1gpu.yaml", *asked), 80 * GIB)
     assert plan is not None
-    assert plan.settings("learner").checkpointed_layers == 5
+    settings = plan.settings("learner")
+    assert (settings.checkpointed_layers, settings.compile) == (5, compiles)
+
+
+@pytest.mark.parametrize("recipe", ["grpo_0.5b_1gpu.yaml", "grpo_7b_2x8a100.yaml"])
+def test_what_passes_need_without_checkpointing_and_what_everything_else_leaves_them(
+    tmp_path: Path, recipe: str
+) -> None:
+    some, none = (
+        plan_memory(with_shape(tmp_path, QWEN_05B, recipe, f"learner.checkpointed_layers={layers}"), 80 * GIB)
+        for layers in (5, 0)
+    )
+    assert some is not None and none is not None
+    needed, now = (1.08 * plan.roles["learner"].training for plan in (none, some))
+    gpu = some.gpus.get("shared") or some.gpus["learner"]
+    choice = some.checkpointing["learner"]
+    assert (choice.layers, choice.needed) == (5, pytest.approx(needed)) and needed > now
+    assert choice.left == pytest.approx(0.9 * 80 * GIB - (gpu["train"] - now))
 
 
 def test_as_few_layers_are_checkpointed_as_memory_asks_for(tmp_path: Path) -> None:
@@ -424,6 +450,14 @@ def test_the_critic_has_its_own_choice(tmp_path: Path) -> None:
     assert 0 < small[0] < small[1] < 24
     assert middle[0] == 0 < middle[1]
     assert large == (0, 0)
+    half = tmp_path / "half"
+    half.mkdir()
+    (half / "config.json").write_text(json.dumps(QWEN_05B | {"num_hidden_layers": 12}))
+    other = f"reward.model.path={tmp_path}", f"critic.path={half}", "learner.float32_gradients=false"
+    plan = plan_memory(with_shape(tmp_path, QWEN_05B, "ppo_0.5b_1gpu.yaml", *other), 139 * GIB)
+    assert plan is not None
+    assert [plan.settings(role).float32_gradients for role in ("learner", "critic")] == [False, True]
+    assert [plan.checkpointing[role].num_layers for role in ("learner", "critic")] == [24, 12]
 
 
 def test_optimiser_leaves_where_vllm_cannot_wake_beside_it(tmp_path: Path) -> None:
@@ -496,6 +530,9 @@ def test_a_phase_may_fill_the_gpu_and_not_a_byte_more(gpu: str) -> None:
         plan(8 * GIB).check(role)
         with pytest.raises(ConfigError, match=r"^learner.*: 8\.0 GiB predicted to score, the GPU has 8\.0; lower "):
             plan(8 * GIB + 1).check(role)
+    full = dataclasses.replace(plan(GIB), roles=roles | {"rollout": RoleMemory(1.0, kv_cache=0.0)})
+    with pytest.raises(ConfigError, match=r"^rollout\.gpu_memory_fraction=.* leaves no KV cache: "):
+        full.check()
 
 
 @pytest.mark.parametrize(
@@ -548,6 +585,14 @@ def test_the_remedy_for_scoring_names_the_model_that_takes_the_most(scoring: dic
             28,
             ["learner.offload_optimizer=true"],
             "raise learner.num_ranks (with zero_stage=3)",
+        ),
+        (  # the learner takes more, elsewhere
+            "critic",
+            "train",
+            {"training": 6.0},
+            28,
+            [],
+            "raise critic.num_ranks (with zero_stage=3), or set critic.offload_optimizer=true",
         ),
         (
             "shared",
@@ -634,8 +679,9 @@ def test_a_role_checks_its_own_gpu(tmp_path: Path) -> None:
     plan = plan_memory(config, 80 * GIB)
     assert plan is not None
     plan.check("reference")
-    with pytest.raises(ConfigError, match=r"^learner: "):
-        plan.check("learner")
+    for gpus in (plan.gpus, dict(reversed(plan.gpus.items()))):
+        with pytest.raises(ConfigError, match=r"^learner: "):
+            dataclasses.replace(plan, gpus=gpus).check("learner")
 
 
 def test_reward_training_has_a_plan(tmp_path: Path) -> None:

@@ -66,8 +66,8 @@ def test_sequences_that_do_not_pair_up_take_one_micro_batch_more() -> None:
 
 def test_micro_batches_that_run_at_the_same_time_cost_about_the_same() -> None:
     # longest first into the cheapest of four: 60, 50, 45 and 40 + 35, which costs most
-    plan = plan_micro_batches(whole([40, 35, 60, 50, 45]), num_ranks=2, token_budget=100, hidden_size=64)
-    assert list(zip(*plan, strict=True)) == [([0, 1], [2]), ([3], [4])]
+    plan = plan_micro_batches(whole([60, 40, 35, 50, 45]), num_ranks=2, token_budget=100, hidden_size=64)
+    assert list(zip(*plan, strict=True)) == [([1, 2], [0]), ([3], [4])]
 
 
 def test_a_micro_batch_without_room_for_a_long_sequence_may_take_a_short_one() -> None:

@@ -1,6 +1,7 @@
 """A run directory has one run at a time; what a dead one left is taken over."""
 
 import json
+import mmap
 import os
 import re
 import subprocess
@@ -56,31 +57,34 @@ def seconds_pass(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
 
 
 def test_a_second_run_is_told_who_holds_the_directory_and_touches_nothing(tmp_path: Path) -> None:
-    with RunLock(tmp_path / "run"):
-        held = (tmp_path / "run" / "run.lock").read_bytes()
+    run_dir = tmp_path / "runs" / "run"
+    with RunLock(run_dir):
+        held = (run_dir / "run.lock").read_bytes()
         message = rf"^run_dir=.*/run: another run is using it \(process {os.getpid()} on .*, since .*\); stop that run"
-        with pytest.raises(ConfigError, match=message), RunLock(tmp_path / "run"):
+        with mmap.mmap(-1, 1 << 20), pytest.raises(ConfigError, match=message), RunLock(run_dir):
             raise AssertionError("two runs in one directory")
-        assert [path.read_bytes() for path in (tmp_path / "run").iterdir()] == [held]
-    assert not (tmp_path / "run").exists(), "nothing was written there"
-    with RunLock(tmp_path / "run"):
-        (tmp_path / "run" / "metrics.jsonl").touch()
-    with RunLock(tmp_path / "run"):
+        assert [path.read_bytes() for path in run_dir.iterdir()] == [held]
+    assert not run_dir.exists(), "nothing was written there"
+    with RunLock(run_dir):
+        (run_dir / "metrics.jsonl").touch()
+    with RunLock(run_dir):
         pass
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
+    assert [path.name for path in run_dir.iterdir()] == ["metrics.jsonl"]
 
 
 def test_what_a_killed_run_held_is_taken_over_at_once(tmp_path: Path) -> None:
-    code = subprocess.run([sys.executable, "-c", HOLD_AND_DIE, tmp_path], timeout=60).returncode
+    process = subprocess.Popen([sys.executable, "-c", HOLD_AND_DIE, tmp_path])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     dead = read_holder(tmp_path)
-    assert code == 9 and dead is not None and dead.pid != os.getpid()
+    assert dead is not None and dead.pid == process.pid
     reused = replace(dead, pid=os.getpid())  # another process has its number by now
-    for holder in (dead, reused):
+    for holder in (dead, dead, reused):
         leave(tmp_path, holder)
         notes: list[str] = []
         with RunLock(tmp_path, notes.append) as lock:
             lock.check()
         assert notes == [f"{tmp_path}: taken over from {holder}, which has ended"]
+        assert process.wait(timeout=60) == 9, "only the first time was it there, to be reaped"
 
 
 @pytest.mark.parametrize("readable", [True, False])
@@ -88,15 +92,20 @@ def test_a_run_on_another_machine_is_watched_for_a_sign_of_life(
     tmp_path: Path, seconds_pass: list[Callable[[], None]], readable: bool
 ) -> None:
     """Its pid says nothing here, nor does its clock."""
-    path = leave(tmp_path, elsewhere(pid=os.getpid()))
+    holder = elsewhere(pid=os.getpid())
+    path, told = leave(tmp_path, holder), str(holder)
     if not readable:  # it died between creating the file and writing it
         path.write_text("")
+        told = "somebody"
     notes: list[str] = []
     began_s = time.monotonic()
     with RunLock(tmp_path, notes.append) as lock:
         lock.check()
         assert time.monotonic() - began_s == run_lock.SILENT_S
-    assert ["held by" in notes[0], "taken over" in notes[1]] == [True, True]
+    assert notes == [
+        f"{tmp_path}: held by {told}; 60 s for a sign of life",
+        f"{tmp_path}: taken over from {told}, which has ended",
+    ]
 
     path = leave(tmp_path, elsewhere())
     os.utime(path, (1, 1))

@@ -118,11 +118,6 @@ def test_a_loss_after_a_request_ends_the_run(
         assert not said
 
 
-def test_who_has_no_checkpoint_loses_all(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=1)
-    assert store.describe_loss(12) == "there is no checkpoint, so 12 finished step(s) are lost"
-
-
 def test_the_processes_of_a_local_cluster_do_not_get_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
     blocked: list[bool] = []
 

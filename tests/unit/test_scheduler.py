@@ -49,10 +49,11 @@ def test_a_group_costs_its_prompt_too_where_paces_differ() -> None:
     scheduler = live_scheduler(1000, 1000)
     scheduler.measured(0, 20.0)
     scheduler.measured(1, 10.0)
-    for prompt_tokens in (30, 0, 90):  # a completion is expected to take 10
-        scheduler.enqueue(prompt_id=0, prompt_tokens=prompt_tokens, num_samples=1)
-    # done after 40/20 or 40/10; (40 + 10)/20 or 10/10; (40 + 100)/20 or (10 + 100)/10
-    assert [a.worker for a in scheduler.dispatch()] == [0, 1, 0]
+    for prompt_tokens, num_samples in ((30, 1), (0, 1), (90, 1), (0, 20)):  # a completion is expected to take 10
+        scheduler.enqueue(prompt_id=0, prompt_tokens=prompt_tokens, num_samples=num_samples)
+    # done after 40/20 or 40/10; (40 + 10)/20 or 10/10; (40 + 100)/20 or (10 + 100)/10; (140 + 200)/20 or (10 + 200)/10
+    assert [a.worker for a in scheduler.dispatch()] == [0, 1, 0, 0]
+    assert scheduler.dispatch() == [], "nothing is queued"
 
 
 def test_a_worker_is_as_fast_as_its_kind_until_it_has_been_measured() -> None:
@@ -68,6 +69,16 @@ def test_a_worker_is_as_fast_as_its_kind_until_it_has_been_measured() -> None:
         scheduler.enqueue(prompt_id=0, prompt_tokens=0, num_samples=1)
     counts = [a.worker for a in scheduler.dispatch()]
     assert [counts.count(worker) for worker in range(5)] == [10, 30, 10, 30, 20], "of a new kind: as fast as the mean"
+
+
+def test_a_new_worker_is_as_fast_as_the_mean_of_its_kind() -> None:
+    scheduler = live_scheduler(1000, 1000, 1000)
+    scheduler.measured(0, 30.0)
+    scheduler.measured(1, 10.0)
+    for _ in range(3):
+        scheduler.enqueue(prompt_id=0, prompt_tokens=0, num_samples=1)
+    # done after 10/30, 10/10 or 10/20; 20/30, 10/10 or 10/20; 20/30, 10/10 or 20/20
+    assert [a.worker for a in scheduler.dispatch()] == [0, 2, 0]
 
 
 def test_a_worker_that_has_come_to_a_standstill_is_the_slowest() -> None:
@@ -100,6 +111,15 @@ def test_a_full_worker_takes_no_more_and_an_empty_one_takes_anything() -> None:
     assert [a.group for a in scheduler.dispatch()] == [second]
 
 
+def test_a_full_worker_takes_no_more_however_fast_it_is() -> None:
+    scheduler = live_scheduler(4, 100)
+    scheduler.measured(0, 100.0)
+    scheduler.measured(1, 1.0)
+    for worker in (0, 1):
+        scheduler.enqueue(prompt_id=0, prompt_tokens=1, num_samples=4)
+        assert [a.worker for a in scheduler.dispatch()] == [worker]
+
+
 def test_a_workers_load_counts_what_it_held_before_and_all_it_is_given_now() -> None:
     scheduler = live_scheduler(5, 100)
     sizes = {0: 2, 1: 2, 2: 1, 3: 2, 4: 2}
@@ -111,6 +131,7 @@ def test_a_workers_load_counts_what_it_held_before_and_all_it_is_given_now() -> 
     assert [(a.worker, a.group) for a in scheduler.dispatch()] == [(1, 3), (1, 4)]
     for worker in scheduler.workers.values():
         assert worker.samples == sum(sizes[group] for group in worker.groups)
+        assert worker.prompt_tokens == 100 * len(worker.groups)
     scheduler.sample_done(2, 0, num_tokens=10)
     late = scheduler.enqueue(prompt_id=0, prompt_tokens=100, num_samples=1)
     assert [(a.worker, a.group) for a in scheduler.dispatch()] == [(0, late)], "the tie goes to the first"
@@ -124,6 +145,7 @@ def test_a_failed_workers_unfinished_samples_go_elsewhere_first() -> None:
     scheduler.sample_done(held, 2, num_tokens=5)
     scheduler.fail(0)
     assert list(scheduler.queue) == [held, *waiting]
+    assert scheduler.outstanding_tokens(scheduler.workers[0]) == 0
     assert scheduler.dispatch() == [Assignment(1, held, (0, 1, 3))]
     assert not scheduler.sample_done(held, 2, num_tokens=5), "it came back before"
     scheduler.mark_dead(0)
@@ -256,6 +278,17 @@ def test_an_idle_worker_takes_over_from_a_much_slower_one_only() -> None:
     assert not scheduler.sample_done(fast, 0, num_tokens=3), "the slower copy is not wanted"
     scheduler.sample_done(fast, 1, num_tokens=3)
     assert not scheduler.workers[0].groups and not scheduler.workers[1].groups
+
+
+def test_of_idle_workers_only_one_that_is_much_faster_takes_over() -> None:
+    scheduler = live_scheduler(8, 8, 8)
+    group = scheduler.enqueue(prompt_id=0, prompt_tokens=1, num_samples=2)
+    scheduler.dispatch()
+    scheduler.measured(1, 20.0)
+    scheduler.measured(2, 100.0)
+    assert scheduler.take_over() == [], "nobody knows how fast its holder is"
+    scheduler.measured(0, 5.0)
+    assert scheduler.take_over() == [Assignment(2, group, (0, 1))], "four times as fast is not yet much faster"
 
 
 def test_a_group_has_two_holders_at_most_and_a_third_when_one_of_them_is_gone() -> None:

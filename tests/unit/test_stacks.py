@@ -24,16 +24,20 @@ import re, subprocess, sys, threading
 from rlhf.stacks import answer_signals
 answer_signals(sys.argv[1])
 
+waits = threading.Event()
+
 def waits_for_ever():
+    waits.set()
     threading.Event().wait()
 
 def holds_the_interpreter():
+    waits.wait()
+    print("up", flush=True)
     re.match("(a+)+$", "a" * 60 + "b")
 
 threading.Thread(target=waits_for_ever, daemon=True).start()
 if sys.argv[2:]:
     subprocess.Popen([sys.executable, "-c", sys.argv[2], ""])
-print("up", flush=True)
 holds_the_interpreter()
 """
 

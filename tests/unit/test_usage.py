@@ -130,15 +130,26 @@ def test_each_role_is_predicted_with_its_own_sizes(tmp_path: Path, dtype: str, e
     assert roles["rollout"].kv_cache < 0, "a quarter of half a GPU is less than the engine's own"
 
 
-def test_a_small_step_does_not_fill_a_reward_models_micro_batch(tmp_path: Path) -> None:
+def test_a_small_step_does_not_fill_a_micro_batch(tmp_path: Path) -> None:
     for name in ("policy", "judge"):
         model(tmp_path, name)
-    large = ppo(tmp_path, "reward.model.max_tokens=600", "reward.model.micro_batch_tokens=999999")
+    budgets = ["learner.micro_batch_tokens=999999", "reward.model.micro_batch_tokens=999999"]
+    large = ppo(tmp_path, "reward.model.max_tokens=600", *budgets)
     roles = predict(large, 8 * GIB, Choices({"learner": PLAIN, "critic": PLAIN})).roles
     judge = ModelShape.of(SHAPE)
     assert judge is not None
-    assert roles["reward_model"].scoring == 10 * 600 * kept_by_layer(judge, compiled=False, element_bytes=2)
+    kept = kept_by_layer(judge, compiled=False, element_bytes=2)  # by a token
+    assert roles["reward_model"].scoring == 10 * 600 * kept
+    assert roles["learner"].scoring == 10 * 300 * kept + 7 * 1000 * 2, "and seven tokens' logits at a time"
     assert roles["rollout"].kv_cache < 0 < kv_token_bytes(judge, 1)
+
+
+def test_a_choice_may_recompute_a_few_layers_more_and_count_as_fast() -> None:
+    few = Choices({"learner": PLAIN, "critic": PLAIN}).vary("critic", checkpointed_layers=5)
+    assert few.vary("critic", checkpointed_layers=7).as_fast_as(few, spare_layers=2)
+    assert not few.vary("critic", checkpointed_layers=8).as_fast_as(few, spare_layers=2)
+    assert not few.vary("critic", zero_stage=2).as_fast_as(few, spare_layers=2)
+    assert not few.vary("critic", offloads=True).as_fast_as(few, spare_layers=2)
 
 
 def test_a_model_that_is_not_at_hand_counts_as_large_as_the_policy(tmp_path: Path) -> None:
