@@ -76,8 +76,8 @@ def _changed(part: Any, names: Sequence[str], change: Callable[[Any], Any]) -> A
 def check_model_directory(path: str, key: str) -> None:
     """Raises ConfigError if ``path`` is no directory on this node, and not a hub id whose files can be had either.
 
-    Where the hub does not answer, this process and those that it starts use its cache without asking again: transformers
-    would ask for each file for most of a minute.
+    Where the hub does not answer, this process and those that it starts use its cache without asking again:
+    transformers would ask for each file for most of a minute.
     """
     if os.path.isdir(path):
         return

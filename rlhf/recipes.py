@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
+from rlhf.aliases import ALIASES
 from rlhf.config import Config, kind_key, require
 from rlhf.errors import ConfigError
 from rlhf.planning.shapes import read_model_config
@@ -91,9 +92,28 @@ def _merge(base: DictConfig, layers: Sequence[DictConfig]) -> DictConfig:
             key = _refused_key(base, layers)
         # for members of tuples, OmegaConf leaves its placeholders in
         reason = str(error).splitlines()[0].replace("'$VALUE' of type '$VALUE_TYPE' ", "")
-        raise ConfigError(f"{key}: {reason}") from error
+        instead = _key_instead(key, reason, base, layers) if isinstance(error, ConfigKeyError) else None
+        raise ConfigError(instead or f"{key}: {reason}") from error
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def _key_instead(unknown: str, reason: str, base: DictConfig, layers: Sequence[DictConfig]) -> str | None:
+    """One line on the key that is meant by one that starts with ``unknown``; None: OmegaConf's ``reason`` says more."""
+    known = [".".join(path) for path, _ in _leaves(OmegaConf.to_container(base))]
+    paths = [".".join(path) for layer in layers for path, _ in _leaves(OmegaConf.to_container(layer))]
+    given = next((path for path in paths if f"{path}.".startswith(f"{unknown}.")), unknown)
+    names = given.split(".")
+    if alias := ALIASES.get(given) or ALIASES.get(names[-1]):
+        key = alias.key.replace("learner.", "critic.", 1) if names[0] == "critic" else alias.key
+        meaning = f" ({alias.meaning})" if alias.meaning else ""
+        return f"{given}: no such key; use {key}{meaning}" if key in known else None
+    if "Did you mean" in reason:
+        return None
+    for ending in (".".join(names[start:]) for start in range(len(names))):  # the right name in a wrong section
+        if found := [key for key in known if f".{key}".endswith(f".{ending}")]:
+            return f"{given}: no such key; use {' or '.join(found)}" if len(found) <= 3 else None
+    return None
 
 
 def _refused_key(base: DictConfig, layers: Sequence[DictConfig]) -> str:
