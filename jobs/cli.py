@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -11,7 +11,6 @@ from rlhf.config import Config
 from rlhf.errors import ConfigError, DataError, RlhfError
 from rlhf.ignored import ignored_settings
 from rlhf.paths import with_full_paths
-from rlhf.planning.topology import Device
 from rlhf.recipes import load_config, validate_model
 from rlhf.reward_config import RewardTrainingConfig
 
@@ -83,9 +82,11 @@ def train_reward(config: ConfigOption, overrides: Overrides = None) -> None:
 def plan(
     config: ConfigOption,
     overrides: Overrides = None,
-    device: Annotated[Device, typer.Option(help="The device to plan for.")] = "gpu",
+    device: Annotated[
+        Literal["cpu", "gpu", "auto"], typer.Option(help="The device to plan for; auto: the GPUs of this machine.")
+    ] = "gpu",
     gpu_memory_gib: Annotated[
-        float, typer.Option(help="Memory of one GPU: 80 for an A100-80GB, 139 for an H200.")
+        float, typer.Option(help="Memory of one GPU: 80 for an A100-80GB, 139 for an H200. Without --device auto.")
     ] = 80,
     prompt_tokens: Annotated[
         int | None,
@@ -103,8 +104,12 @@ def plan(
     settings = read(config, overrides)
     warn_of_ignored(settings)
     validate_model(settings)
-    from jobs.plan import show_memory, show_placement, show_seconds
+    from jobs.plan import check_shape, show_memory, show_placement, show_seconds, smallest_gpu_gib
 
+    if device == "auto":
+        device, gpu_memory_gib = "gpu", smallest_gpu_gib()
+    if device == "gpu":
+        check_shape(settings)
     show_placement(settings, device)
     if device == "gpu":
         show_seconds(settings, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)

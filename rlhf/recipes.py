@@ -15,6 +15,7 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 from rlhf.aliases import ALIASES
 from rlhf.config import Config, kind_key, require
 from rlhf.errors import ConfigError
+from rlhf.planning.known_models import known_model
 from rlhf.planning.shapes import read_model_config
 from rlhf.reward_config import RewardTrainingConfig
 
@@ -153,9 +154,10 @@ def to_yaml(config: Config | RewardTrainingConfig) -> str:
 def validate_model(config: Config) -> None:
     """Checks what needs the model's shape: tensor parallelism and context length. Raises ConfigError.
 
-    A hub model is checked only if its ``config.json`` is in the cache; loading its tokenizer puts it there.
+    A hub model without its ``config.json`` in the cache is checked only as far as its name tells; loading its tokenizer
+    puts it there.
     """
-    shape = read_model_config(config.model.path)
+    shape = read_model_config(config.model.path) or known_model(config.model.path)
     if shape is None:
         return
     heads = shape.get("num_attention_heads")
