@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import typer
 
 from rlhf.config import Config
-from rlhf.errors import ConfigError, DataError, RlhfError
+from rlhf.errors import ConfigError, DataError, RewardError, RlhfError
 from rlhf.ignored import ignored_settings
 from rlhf.paths import with_full_paths
 from rlhf.recipes import load_config, validate_model
@@ -16,7 +16,7 @@ from rlhf.reward_config import RewardTrainingConfig
 
 AnyConfig = TypeVar("AnyConfig", Config, RewardTrainingConfig)
 
-USER_ERROR = 2  # exit code for what the user can fix in the command, the config or the data
+USER_ERROR = 2  # exit code for what the user can fix: the command, the config, the data, reward functions
 RUN_ERROR = 1
 INTERRUPTED = 130  # by Ctrl-C; after SIGTERM it is 143
 
@@ -209,7 +209,7 @@ def main() -> None:
     """Runs the command; our own errors become one line on stderr and an exit code."""
     try:
         sys.exit(app(standalone_mode=False))  # typer returns a command's exit code instead of raising it
-    except (ConfigError, DataError) as error:
+    except (ConfigError, DataError, RewardError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)
     except RlhfError as error:

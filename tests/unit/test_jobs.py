@@ -343,7 +343,7 @@ def test_a_run_may_leave_its_model_unwritten(run: Any, tmp_path: Path) -> None:
         (SystemExit(143), 143, ""),
         (ConfigError("a key"), 2, "error: a key\n"),
         (DataError("a line"), 2, "error: a line\n"),
-        (RewardError("it raised"), 1, "error: it raised\n"),
+        (RewardError("it raised"), 2, "error: it raised\n"),
         (RoleLostError("it died"), 1, "error: it died\n"),
         (ClusterError("no answer"), 1, "error: no answer\n"),
     ],
