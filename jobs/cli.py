@@ -90,11 +90,11 @@ def plan(
     ] = 80,
     prompt_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of a prompt, to predict seconds.  [default: data.max_prompt_tokens]"),
+        typer.Option(min=1, help="Tokens of a prompt, to predict seconds.", show_default="data.max_prompt_tokens"),
     ] = None,
     completion_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of a completion.  [default: rollout.max_completion_tokens]"),
+        typer.Option(min=1, help="Tokens of a completion.", show_default="rollout.max_completion_tokens"),
     ] = None,
 ) -> None:
     """Validate a configuration; show its bundles, a step's seconds and each role's memory. Loads nothing, needs no Ray.
@@ -126,7 +126,7 @@ def submit(
     overrides: Overrides = None,
     working_dir: Annotated[
         Path | None,
-        typer.Option(help="Code to upload, e.g. with your own rewards.  [default: this checkout]", show_default=False),
+        typer.Option(help="Code to upload, e.g. with your own rewards.", show_default="this checkout"),
     ] = None,
     installed: Annotated[
         bool, typer.Option("--installed", help="The nodes have rlhf installed: upload only functions of your own.")
@@ -146,7 +146,7 @@ def submit(
 def scale(
     run: Annotated[str, typer.Option(help="The run's name, as in its config.")],
     rollout_workers: Annotated[
-        int | None, typer.Option(min=0, help="The new number of them.  [default: only show them]", show_default=False)
+        int | None, typer.Option(min=0, help="The new number of them.", show_default="only show them")
     ] = None,
     kind: Annotated[str, typer.Option(help="Which kind: default, or one of rollout.extra_kinds.")] = "default",
     address: Annotated[
@@ -166,8 +166,8 @@ def doctor(
         str | None,
         typer.Option(
             envvar="RAY_ADDRESS",
-            help="A Ray cluster, HEAD:6379, to look at each of its nodes from one of them.  [default: this machine]",
-            show_default=False,
+            help="A Ray cluster, HEAD:6379, to look at each of its nodes from one of them.",
+            show_default="this machine",
         ),
     ] = None,
     run_dir: Annotated[Path, typer.Option(help="Where runs are written.")] = Path("runs"),

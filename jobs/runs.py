@@ -138,7 +138,7 @@ def stops_at_step_end(loop: Loop) -> Iterator[None]:
         if signum == loop.stop_requested:
             return
         loop.stop_requested = signum
-        how = "Ctrl-C again stops at once"
+        how = f"{'Ctrl-C again' if os.isatty(0) else 'another SIGINT'} stops at once"
         if signum == signal.SIGTERM:
             signal.setitimer(signal.ITIMER_REAL, grace_s)
             how = f"within checkpoint.grace_s={grace_s:g} s"

@@ -62,6 +62,16 @@ def test_the_first_signal_is_a_request_and_a_second_ctrl_c_stops(
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
+@pytest.mark.parametrize(("terminal", "how"), [(True, "Ctrl-C again"), (False, "another SIGINT")])
+def test_a_job_s_log_speaks_of_signals_and_a_terminal_of_keys(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: bool, how: str
+) -> None:
+    monkeypatch.setattr(os, "isatty", lambda descriptor: terminal)
+    with stops_at_step_end(fake_loop(tmp_path)):
+        send(INT)
+    assert f"stopping at the end of this step, with a checkpoint; {how} stops at once" in capfd.readouterr().err
+
+
 def test_after_the_grace_the_run_ends_and_says_what_is_lost(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     loop = fake_loop(tmp_path, grace_s=0.02)
     with pytest.raises(SystemExit) as stopped, ends_on_sigterm():
