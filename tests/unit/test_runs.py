@@ -29,7 +29,8 @@ def fake_loop(run_dir: Path, grace_s: float = 60.0, stop_requested: int = 0) -> 
     store = CheckpointStore(run_dir, keep=1)
     save(store, 10)
     settings = SimpleNamespace(checkpoint=SimpleNamespace(grace_s=grace_s))
-    return SimpleNamespace(stop_requested=stop_requested, step=12, checkpoints=store, config=settings)
+    tracker = SimpleNamespace(stopping=lambda message: False)
+    return SimpleNamespace(stop_requested=stop_requested, step=12, checkpoints=store, config=settings, tracker=tracker)
 
 
 def send(*numbers: int) -> None:
