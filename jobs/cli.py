@@ -3,21 +3,20 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
 from rlhf.config import Config
-from rlhf.errors import ConfigError, DataError, RlhfError
+from rlhf.errors import ConfigError, DataError, RewardError, RlhfError
 from rlhf.ignored import ignored_settings
 from rlhf.paths import with_full_paths
-from rlhf.planning.topology import Device
 from rlhf.recipes import load_config, validate_model
 from rlhf.reward_config import RewardTrainingConfig
 
 AnyConfig = TypeVar("AnyConfig", Config, RewardTrainingConfig)
 
-USER_ERROR = 2  # exit code for what the user can fix in the command, the config or the data
+USER_ERROR = 2  # exit code for what the user can fix: the command, the config, the data, reward functions
 RUN_ERROR = 1
 INTERRUPTED = 130  # by Ctrl-C; after SIGTERM it is 143
 
@@ -83,17 +82,19 @@ def train_reward(config: ConfigOption, overrides: Overrides = None) -> None:
 def plan(
     config: ConfigOption,
     overrides: Overrides = None,
-    device: Annotated[Device, typer.Option(help="The device to plan for.")] = "gpu",
+    device: Annotated[
+        Literal["cpu", "gpu", "auto"], typer.Option(help="The device to plan for; auto: the GPUs of this machine.")
+    ] = "gpu",
     gpu_memory_gib: Annotated[
-        float, typer.Option(help="Memory of one GPU: 80 for an A100-80GB, 139 for an H200.")
+        float, typer.Option(help="Memory of one GPU: 80 for an A100-80GB, 139 for an H200. Without --device auto.")
     ] = 80,
     prompt_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of a prompt, to predict seconds.  [default: data.max_prompt_tokens]"),
+        typer.Option(min=1, help="Tokens of a prompt, to predict seconds.", show_default="data.max_prompt_tokens"),
     ] = None,
     completion_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of a completion.  [default: rollout.max_completion_tokens]"),
+        typer.Option(min=1, help="Tokens of a completion.", show_default="rollout.max_completion_tokens"),
     ] = None,
 ) -> None:
     """Validate a configuration; show its bundles, a step's seconds and each role's memory. Loads nothing, needs no Ray.
@@ -103,8 +104,12 @@ def plan(
     settings = read(config, overrides)
     warn_of_ignored(settings)
     validate_model(settings)
-    from jobs.plan import show_memory, show_placement, show_seconds
+    from jobs.plan import check_shape, show_memory, show_placement, show_seconds, smallest_gpu_gib
 
+    if device == "auto":
+        device, gpu_memory_gib = "gpu", smallest_gpu_gib()
+    if device == "gpu":
+        check_shape(settings)
     show_placement(settings, device)
     if device == "gpu":
         show_seconds(settings, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
@@ -121,7 +126,7 @@ def submit(
     overrides: Overrides = None,
     working_dir: Annotated[
         Path | None,
-        typer.Option(help="Code to upload, e.g. with your own rewards.  [default: this checkout]", show_default=False),
+        typer.Option(help="Code to upload, e.g. with your own rewards.", show_default="this checkout"),
     ] = None,
     installed: Annotated[
         bool, typer.Option("--installed", help="The nodes have rlhf installed: upload only functions of your own.")
@@ -141,7 +146,7 @@ def submit(
 def scale(
     run: Annotated[str, typer.Option(help="The run's name, as in its config.")],
     rollout_workers: Annotated[
-        int | None, typer.Option(min=0, help="The new number of them.  [default: only show them]", show_default=False)
+        int | None, typer.Option(min=0, help="The new number of them.", show_default="only show them")
     ] = None,
     kind: Annotated[str, typer.Option(help="Which kind: default, or one of rollout.extra_kinds.")] = "default",
     address: Annotated[
@@ -161,8 +166,8 @@ def doctor(
         str | None,
         typer.Option(
             envvar="RAY_ADDRESS",
-            help="A Ray cluster, HEAD:6379, to look at each of its nodes from one of them.  [default: this machine]",
-            show_default=False,
+            help="A Ray cluster, HEAD:6379, to look at each of its nodes from one of them.",
+            show_default="this machine",
         ),
     ] = None,
     run_dir: Annotated[Path, typer.Option(help="Where runs are written.")] = Path("runs"),
@@ -204,7 +209,7 @@ def main() -> None:
     """Runs the command; our own errors become one line on stderr and an exit code."""
     try:
         sys.exit(app(standalone_mode=False))  # typer returns a command's exit code instead of raising it
-    except (ConfigError, DataError) as error:
+    except (ConfigError, DataError, RewardError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)
     except RlhfError as error:

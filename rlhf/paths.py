@@ -5,17 +5,21 @@ import re
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from huggingface_hub import constants, get_session
+
 from rlhf.config import Config
 from rlhf.data.tasks import task_name
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, one_line
+from rlhf.planning.shapes import read_model_config
 from rlhf.reward_config import RewardTrainingConfig
 from rlhf.user_code import split_file
 
 AnyConfig = TypeVar("AnyConfig", Config, RewardTrainingConfig)
+HUB_ANSWER_S = 10.0
 HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
@@ -70,9 +74,34 @@ def _changed(part: Any, names: Sequence[str], change: Callable[[Any], Any]) -> A
 
 
 def check_model_directory(path: str, key: str) -> None:
-    """Raises ConfigError if ``path`` is absolute, and there is no such directory on this node."""
-    if os.path.isabs(path) and not os.path.isdir(path):
+    """Raises ConfigError if ``path`` is no directory on this node, and not a hub id whose files can be had either.
+
+    Where the hub does not answer, this process and those that it starts use its cache without asking again:
+    transformers would ask for each file for most of a minute.
+    """
+    if os.path.isdir(path):
+        return
+    if os.path.isabs(path):
         raise ConfigError(
             f"{key}={path}: no such directory on {socket.gethostname()}; correct it, or put it where all nodes see it "
             "at that path"
         )
+    if (why := hub_is_silent()) is None:
+        return
+    if read_model_config(path) is None:
+        raise ConfigError(
+            f"{key}={path}: no such directory in {Path.cwd()}, and no hub id that can be loaded: it is not in the "
+            f"cache, and {constants.ENDPOINT} does not answer ({why}); correct it, or give a model's directory"
+        )
+    constants.HF_HUB_OFFLINE = True
+    os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@cache
+def hub_is_silent() -> str | None:
+    """Why the Hugging Face hub cannot be asked for anything from here; None: it answers."""
+    try:
+        get_session().head(constants.ENDPOINT, timeout=HUB_ANSWER_S)
+    except Exception as error:  # of whichever HTTP client is set
+        return one_line(error)
+    return None

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
+from rlhf.aliases import ALIASES
 from rlhf.config import Config, kind_key, require
 from rlhf.errors import ConfigError
+from rlhf.planning.known_models import known_model
 from rlhf.planning.shapes import read_model_config
 from rlhf.reward_config import RewardTrainingConfig
 
@@ -91,9 +93,28 @@ def _merge(base: DictConfig, layers: Sequence[DictConfig]) -> DictConfig:
             key = _refused_key(base, layers)
         # for members of tuples, OmegaConf leaves its placeholders in
         reason = str(error).splitlines()[0].replace("'$VALUE' of type '$VALUE_TYPE' ", "")
-        raise ConfigError(f"{key}: {reason}") from error
+        instead = _key_instead(key, reason, base, layers) if isinstance(error, ConfigKeyError) else None
+        raise ConfigError(instead or f"{key}: {reason}") from error
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def _key_instead(unknown: str, reason: str, base: DictConfig, layers: Sequence[DictConfig]) -> str | None:
+    """One line on the key that is meant by one that starts with ``unknown``; None: OmegaConf's ``reason`` says more."""
+    known = [".".join(path) for path, _ in _leaves(OmegaConf.to_container(base))]
+    paths = [".".join(path) for layer in layers for path, _ in _leaves(OmegaConf.to_container(layer))]
+    given = next((path for path in paths if f"{path}.".startswith(f"{unknown}.")), unknown)
+    names = given.split(".")
+    if alias := ALIASES.get(given) or ALIASES.get(names[-1]):
+        key = alias.key.replace("learner.", "critic.", 1) if names[0] == "critic" else alias.key
+        meaning = f" ({alias.meaning})" if alias.meaning else ""
+        return f"{given}: no such key; use {key}{meaning}" if key in known else None
+    if "Did you mean" in reason:
+        return None
+    for ending in (".".join(names[start:]) for start in range(len(names))):  # the right name in a wrong section
+        if found := [key for key in known if f".{key}".endswith(f".{ending}")]:
+            return f"{given}: no such key; use {' or '.join(found)}" if len(found) <= 3 else None
+    return None
 
 
 def _refused_key(base: DictConfig, layers: Sequence[DictConfig]) -> str:
@@ -133,9 +154,10 @@ def to_yaml(config: Config | RewardTrainingConfig) -> str:
 def validate_model(config: Config) -> None:
     """Checks what needs the model's shape: tensor parallelism and context length. Raises ConfigError.
 
-    A hub model is checked only if its ``config.json`` is in the cache; loading its tokenizer puts it there.
+    A hub model without its ``config.json`` in the cache is checked only as far as its name tells; loading its tokenizer
+    puts it there.
     """
-    shape = read_model_config(config.model.path)
+    shape = read_model_config(config.model.path) or known_model(config.model.path)
     if shape is None:
         return
     heads = shape.get("num_attention_heads")

@@ -3,12 +3,14 @@
 A path is ``package.module.function`` or ``path/to/file.py:function``.
 """
 
+import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import socket
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -76,6 +78,20 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
+def defined_at(call: Callable[..., Any]) -> tuple[str, int]:
+    """The file and the line where a function, or the class of a callable object, says what calling it does; ('', 0) if
+    that is not Python."""
+    inner = call.func if isinstance(call, functools.partial) else call
+    code = getattr(inspect.unwrap(inner), "__code__", None) or getattr(type(inner).__call__, "__code__", None)
+    return (code.co_filename, code.co_firstlineno) if code else ("", 0)
+
+
+def place_in(file: str, error: BaseException) -> str:
+    """' (at mine.py:12)': the last line of ``file`` on the way to what raised ``error``; '' if it was not on it."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f" (at {Path(file).name}:{lines[-1]})" if lines else ""
+
+
 def _import_module(name: str, key: str) -> ModuleType:
     try:
         return importlib.import_module(name)
@@ -106,5 +122,6 @@ def _import_file(file: Path, key: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:  # a module may raise anything while it is imported
         del sys.modules[name]
-        raise ConfigError(f"{key}: importing it failed: {described(error)}; fix the module") from error
+        failed = f"{described(error)}{place_in(str(resolved), error)}"
+        raise ConfigError(f"{key}: importing it failed: {failed}; fix the module") from error
     return module

@@ -5,10 +5,8 @@
 """
 
 import inspect
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +15,7 @@ from rlhf.algorithms.advantages import AdvantageInputs, Estimator
 from rlhf.algorithms.losses import LossInputs, Stats, TokenLoss
 from rlhf.config import AlgorithmConfig
 from rlhf.errors import AlgorithmError, ConfigError
-from rlhf.user_code import described, load_function
+from rlhf.user_code import defined_at, described, load_function, place_in
 
 
 def custom_estimator(config: AlgorithmConfig) -> Estimator | None:
@@ -86,9 +84,8 @@ class CustomFunction:
         try:
             return self.call(inputs, **self.kwargs)
         except Exception as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{Path(place.filename).name}:{place.lineno}"
-            raise AlgorithmError(f"{self} raised {described(error)} (at {where})") from error
+            file, _ = defined_at(self.call)
+            raise AlgorithmError(f"{self} raised {described(error)}{place_in(file, error)}") from error
 
     def checked(self, returned: Any, per: Mapping[str, int]) -> Tensor:
         """A float tensor with one value per completion or token. ``per``: how many of each there are.

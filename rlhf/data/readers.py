@@ -4,6 +4,7 @@ Every error is one line that names the key and the source. Rows count from 1, wi
 """
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ def read_table(source: str, config: DataConfig, *, split: Split, seed: int, wher
     path = Path(source).expanduser()
     kinds = "a source is task:NAME, a .jsonl or .parquet file, or a directory saved by datasets"
     if not path.exists():
-        raise DataError(f"{where}: no such file or directory; {kinds}")
+        raise DataError(f"{where}: no such file or directory; {kinds}{_how_to_save(path)}")
     lacking: dict[str, int] = {}
     if path.is_dir():
         table = _read_directory(path, DIRECTORY_SPLITS[split], where)
@@ -47,6 +48,19 @@ def read_table(source: str, config: DataConfig, *, split: Split, seed: int, wher
     if not any(table.values()):
         raise DataError(f"{where}: holds no rows")
     return {name: column[:max_rows] for name, column in table.items()}, lacking
+
+
+def _how_to_save(missing: Path) -> str:
+    """What makes a directory of the data set on the Hugging Face hub that ``missing`` seems to name; '': it is none."""
+    owner_and_name = Path(os.path.relpath(missing)).parts
+    if len(owner_and_name) != 2 or missing.parent.exists() or missing.suffix in (".jsonl", ".parquet"):
+        return ""
+    id = "/".join(owner_and_name)
+    return (
+        f". If {id} is a data set on the Hugging Face hub, fetch it in Python first, where there is a network: "
+        f'datasets.load_dataset("{id}", SUBSET).save_to_disk("{id}"); of its splits, data.train takes '
+        f"{DIRECTORY_SPLITS['train']} and data.eval takes {DIRECTORY_SPLITS['eval']}"
+    )
 
 
 def read_json_lines(path: Path, where: str) -> list[tuple[int, dict[str, Any]]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.errors import ConfigError
+from rlhf.planning.known_models import known_model
 
 NEEDED_KEYS = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -115,6 +116,6 @@ def _cached_config(path: str) -> Path | None:
 
 
 def read_shape(path: str) -> ModelShape | None:
-    """The shape of a model whose configuration ``read_model_config`` finds; None for others."""
-    config = read_model_config(path)
+    """The shape of a model whose configuration ``read_model_config`` finds, or known by name; None for others."""
+    config = read_model_config(path) or known_model(path)
     return ModelShape.of(config) if config is not None else None

@@ -12,13 +12,14 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 from rlhf.config import RewardFunctionConfig
 from rlhf.data.columns import ARGUMENTS
 from rlhf.errors import ConfigError, DeadlineError, RewardError
 from rlhf.rewards.functions import BUILT_IN
-from rlhf.user_code import described, load_function, named_parameters, takes_any_keyword
+from rlhf.user_code import defined_at, described, load_function, named_parameters, place_in, takes_any_keyword
 
 MODEL_NAME = "model"  # the reward model's name among the functions: for its metric and its weight in the sum
 
@@ -69,12 +70,9 @@ class RewardFunction:
         if hasattr(values, "tolist"):  # NumPy and torch
             values = values.tolist()
         if not isinstance(values, (list, tuple)):
-            kind = type(values).__name__
-            raise RewardError(f"{self} returned a {kind}; return a list with one number per completion")
+            raise self._returned(f"a {type(values).__name__}", "a list with one number per completion")
         if len(values) != num_rows:
-            raise RewardError(
-                f"{self} returned {len(values)} values for {num_rows} completions; return one per completion"
-            )
+            raise self._returned(f"{len(values)} values for {num_rows} completions", "one per completion")
         checked = []
         for row, value in enumerate(values):
             number = value.tolist() if hasattr(value, "tolist") else value
@@ -84,12 +82,18 @@ class RewardFunction:
                 checked.append(float(number))
             else:
                 shown = " ".join(repr(number).split())[:80]
-                raise RewardError(f"{self} returned {shown} for completion {row}; return a finite number or None")
+                raise self._returned(f"{shown} for completion {row}", "a finite number or None")
         return checked
+
+    def _returned(self, what: str, wanted: str) -> RewardError:
+        file, line = defined_at(self.call)
+        place = f" (at {Path(file).name}:{line})" if file else ""
+        return RewardError(f"{self} returned {what}; return {wanted}{place}")
 
     def raised(self, error: BaseException) -> RewardError:
         """The error to report when it raised ``error``."""
-        return RewardError(f"{self} raised {described(error)}")
+        file, _ = defined_at(self.call)
+        return RewardError(f"{self} raised {described(error)}{place_in(file, error)}")
 
     def late(self, num_rows: int, timeout_s: float) -> DeadlineError:
         """The error to report when it missed its deadline."""

@@ -154,6 +154,10 @@ class Tracker:
         """Prints one line for the user, with or without the progress display."""
         self._display.note(message)
 
+    def stopping(self, message: str) -> bool:
+        """Whether the display shows that the run is going to stop; else nobody has been told. For signal handlers."""
+        return self._display.stopping(message)
+
     def close(self) -> None:
         """Closes every file and writer and releases the terminal; safe to call more than once."""
         with ExitStack() as stack:  # closes each of them, even if one fails

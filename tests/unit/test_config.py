@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.aliases import ALIASES
 from rlhf.config import Config
 from rlhf.errors import ConfigError
 from rlhf.recipes import load_config, to_yaml, validate_model
@@ -318,6 +319,54 @@ def test_bad_value_is_one_line_naming_key_and_remedy(tmp_path: Path, overrides: 
     message = error_of(write(tmp_path, GOOD), *overrides)
     for part in parts:
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("lr=1e-5", "no such key; use learner.optimizer.learning_rate"),
+        ("critic.optim.lr=1e-5", "no such key; use critic.optimizer.learning_rate"),
+        ("rollout.max_new_tokens=4", "no such key; use rollout.max_completion_tokens"),
+        ("actor_rollout_ref.rollout.n=4", "no such key; use algorithm.group_size"),
+        ("save_total_limit=3", "no such key; use checkpoint.keep"),
+        (
+            "train_batch_size=4",
+            "no such key; use algorithm.prompts_per_step (counts prompts, of all ranks together; each gets "
+            "algorithm.group_size completions)",
+        ),
+        ("actor_rollout_ref.rollout.top_p=1", "no such key; use rollout.top_p"),
+        ("group_size=4", "no such key; use algorithm.group_size"),
+        ("learning_rate=1", "no such key; use learner.optimizer.learning_rate"),
+        ("betas=[1, 1]", "no such key; use learner.optimizer.betas or critic.optimizer.betas"),
+        ("path=m", "no such key; use model.path or critic.path or reference.path"),
+        ("micro_batch=2", "Key 'micro_batch' not in 'Config'"),
+        ("num_ranks=2", "no such key; use learner.num_ranks or critic.num_ranks or reference.num_ranks"),
+        (
+            "cpus_per_rank=2",
+            "no such key; use learner.cpus_per_rank or critic.cpus_per_rank or reference.cpus_per_rank",
+        ),
+    ],
+)
+def test_another_library_s_name_or_one_without_its_section_is_answered_with_the_key(
+    tmp_path: Path, override: str, said: str
+) -> None:
+    assert error_of(write(tmp_path, GOOD), override) == f"{override.split('=')[0]}: {said}"
+
+
+def test_a_name_that_means_nothing_to_a_reward_model_s_training_is_unknown_there(tmp_path: Path) -> None:
+    for override, said in {
+        "num_generations=4": "Key 'num_generations' not in",
+        "lr=1": "use learner.optimizer",
+    }.items():
+        with pytest.raises(ConfigError, match=said):
+            load_config(write(tmp_path, ""), [override], RewardTrainingConfig)
+
+
+def test_every_alias_names_a_key_that_exists_and_is_none_itself(tmp_path: Path) -> None:
+    recipe = write(tmp_path, GOOD)
+    for name, alias in ALIASES.items():
+        meaning = f" ({alias.meaning})" if alias.meaning else ""
+        assert error_of(recipe, f"{name}=1") == f"{name}: no such key; use {alias.key}{meaning}"
 
 
 @pytest.mark.parametrize(

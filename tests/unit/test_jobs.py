@@ -357,7 +357,7 @@ def test_a_run_may_leave_its_model_unwritten(run: Any, tmp_path: Path) -> None:
         (SystemExit(143), 143, ""),
         (ConfigError("a key"), 2, "error: a key\n"),
         (DataError("a line"), 2, "error: a line\n"),
-        (RewardError("it raised"), 1, "error: it raised\n"),
+        (RewardError("it raised"), 2, "error: it raised\n"),
         (RoleLostError("it died"), 1, "error: it died\n"),
         (ClusterError("no answer"), 1, "error: no answer\n"),
     ],
@@ -409,6 +409,22 @@ def test_a_command_that_cannot_be_understood_ends_with_2(monkeypatch: pytest.Mon
     with pytest.raises(SystemExit) as exit:
         main()
     assert exit.value.code == 2
+
+
+def test_help_says_what_an_option_is_where_it_is_not_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = ""
+    for command in ("plan", "submit", "scale", "doctor"):
+        monkeypatch.setattr(sys, "argv", ["rlhf", command, "--help"])
+        monkeypatch.setenv("COLUMNS", "300")
+        with pytest.raises(SystemExit):
+            main()
+        said += capsys.readouterr().out
+    for default in (
+        *("data.max_prompt_tokens", "rollout.max_completion_tokens", "this checkout", "only show them", "this machine"),
+    ):
+        assert f"[default: ({default})]" in said
 
 
 def test_an_error_of_our_own_making_is_not_made_into_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,16 +1,22 @@
 """Relative paths start where the command is given, in every key that names a place."""
 
+import os
+import shutil
 import socket
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from huggingface_hub import constants
 
+import rlhf.paths
 from actors.rollouts.vllm_engine import VllmEngine
 from rlhf.config import Config, ModelConfig
 from rlhf.errors import ConfigError
 from rlhf.models.families import load_model_config
 from rlhf.models.loading import load_tokenizer
-from rlhf.paths import with_full_paths
+from rlhf.paths import hub_is_silent, with_full_paths
 from rlhf.recipes import load_config
 from rlhf.reward_config import RewardTrainingConfig
 from tests.fake_engine import fake_spec
@@ -71,3 +77,46 @@ def test_a_directory_that_is_not_there_is_named_with_the_node_that_lacks_it(tmp_
             f"model.path={path}: no such directory on {socket.gethostname()}; correct it, or put it where all nodes "
             "see it at that path"
         )
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What the hub is asked for. It does not answer, and the cache is empty."""
+    requests: list[str] = []
+
+    def head(url: str, timeout: float) -> None:
+        requests.append(url)
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(rlhf.paths, "get_session", lambda: SimpleNamespace(head=head))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    hub_is_silent.cache_clear()
+    yield requests
+    hub_is_silent.cache_clear()
+
+
+def test_what_is_neither_a_directory_nor_to_be_had_from_the_hub_is_said_at_the_first_request(
+    asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        with pytest.raises(ConfigError) as caught:
+            load_tokenizer(ModelConfig("models/tiny"))
+        assert str(caught.value) == (
+            f"model.path=models/tiny: no such directory in {tmp_path}, and no hub id that can be loaded: it is not in "
+            "the cache, and https://huggingface.co does not answer (Name or service not known); correct it, or give a "
+            "model's directory"
+        )
+    assert asked == ["https://huggingface.co"]
+
+
+def test_a_hub_model_in_the_cache_loads_without_the_hub(asked: list[str], tiny_model_dir: Path, tmp_path: Path) -> None:
+    cached = tmp_path / "models--some--tiny"
+    shutil.copytree(tiny_model_dir, cached / "snapshots" / "abc", ignore=shutil.ignore_patterns("*.safetensors"))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    assert len(load_tokenizer(ModelConfig("some/tiny"))) == 512
+    assert asked == ["https://huggingface.co"]
+    assert (constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"]) == (True, "1")

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from jobs.cli import main
 from jobs.plan import memory_table
@@ -154,17 +155,47 @@ def test_no_seconds_where_nothing_was_measured(
     )
 
 
-def test_without_a_model_or_on_cpu_there_is_the_placement_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_on_cpu_or_for_another_architecture_there_is_the_placement_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert plan(monkeypatch, "model.path=no/model") == 0
-    assert "memory not predicted: no config.json of a Llama-shaped model at model.path=no/model" in (
-        shown := capsys.readouterr().out
-    )
-    assert "asks for 56 CPU, 16 GPU" in shown
-    assert plan(monkeypatch, "--device=cpu") == 0
+    assert plan(monkeypatch, "--device=cpu", "model.path=no/model") == 0
     shown = capsys.readouterr().out
     assert "asks for 56 CPU\n" in shown and "GiB" not in shown
+    (tmp_path / "config.json").write_text(json.dumps({"state_size": 16}))
+    assert plan(monkeypatch, f"model.path={tmp_path}") == 0
+    shown = capsys.readouterr().out
+    assert "asks for 56 CPU, 16 GPU" in shown and "memory not predicted: model.path is not Llama-shaped" in shown
+
+
+def test_a_model_that_is_not_here_is_planned_by_its_name_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(monkeypatch) == 0
+    shown = capsys.readouterr().out
+    (tmp_path / "Qwen/Qwen2.5-7B-Instruct/config.json").unlink()
+    (tmp_path / "Qwen/Qwen2.5-7B-Instruct").rmdir()
+    assert plan(monkeypatch) == 0
+    told = "model.path=Qwen/Qwen2.5-7B-Instruct: there is no config.json; the shape is that of the model of this name\n"
+    assert capsys.readouterr().out == told + shown
+    assert plan(monkeypatch, "--gpu-memory-gib=24") == 2
+    assert "the GPU has 24.0" in capsys.readouterr().err
+    assert plan(monkeypatch, "model.path=models/mine") == 2
+    error = capsys.readouterr()
+    assert error.err.startswith("error: model.path=models/mine: there is no config.json, so neither memory nor seconds")
+    assert error.err.count("\n") == 1 and not error.out
+
+
+def test_auto_plans_for_the_smallest_gpu_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert plan(monkeypatch, "--device=auto", "--gpu-memory-gib=80") == 2
+    assert capsys.readouterr().err.startswith("error: --device=auto: this machine has no GPU that torch can use; give")
+    sizes = [96 * GIB, 79 * GIB]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(total_memory=sizes[i]))
+    assert plan(monkeypatch, "--device=auto") == 0
+    assert "predicted GiB of each role on one 79 GiB GPU" in capsys.readouterr().out
 
 
 def test_the_table_of_memory_by_hand() -> None:

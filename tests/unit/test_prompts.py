@@ -388,6 +388,17 @@ def test_what_cannot_be_read(tmp_path: Path, tokenizer: PreTrainedTokenizerFast)
         assert f"data.train={tmp_path / name}: {message}" in error_of(DataError, str(tmp_path / name), tokenizer)
 
 
+def test_a_hub_id_is_answered_with_how_to_save_it(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    how = 'datasets.load_dataset("openai/gsm8k", SUBSET).save_to_disk("openai/gsm8k"); of its splits, data.train takes'
+    assert how in error_of(DataError, str(tmp_path / "openai/gsm8k"), tokenizer)
+    for path in ("data/gsm8k", "gsm8k", "../openai", "prompts/gsm8k.jsonl", "a/b/c"):
+        assert error_of(DataError, str(tmp_path / path), tokenizer).endswith("or a directory saved by datasets")
+
+
 def test_a_saved_dict_without_the_split_lists_those_it_has(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     rows = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict(train=rows, dev=rows).save_to_disk(str(tmp_path / "saved"))

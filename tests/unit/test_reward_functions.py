@@ -215,7 +215,10 @@ def test_a_function_does_not_take_the_reward_model_s_name(module_file: Path) -> 
         ("my_rewards.positional", "it takes none of prompts, completions, completion_ids by keyword"),
         ("broken.f", "importing it failed: ZeroDivisionError: division by zero; fix the module"),
         ("needs.f", "importing it failed: ModuleNotFoundError: No module named 'not_installed'"),
-        ("{dir}/broken.py:f", "importing it failed: ZeroDivisionError"),
+        (
+            "{dir}/broken.py:f",
+            "importing it failed: ZeroDivisionError: division by zero (at broken.py:1); fix the module",
+        ),
         ("{dir}/syntax.py:f", "importing it failed: SyntaxError"),
         ("{dir}/absent.py:f", "absent.py on "),
         ("builtins.dict", "its signature cannot be read"),

@@ -20,7 +20,7 @@ from rlhf.rewards.process import LOADED, FunctionProcess
 ROOT = Path(__file__).resolve().parents[2]
 
 MODULE = """
-import os, re, signal, subprocess, sys, threading
+import json, os, re, signal, subprocess, sys, threading
 
 def where(completions):
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -96,6 +96,9 @@ def boom(completions):
 
 def leaves(completions):
     sys.exit(3)
+
+def deep(completions):
+    return [json.loads("no")]
 
 def unpicklable(completions):
     return lambda: 0
@@ -209,21 +212,25 @@ def test_a_dead_process_is_known_at_the_deadline_where_its_child_keeps_the_pipe(
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "message", "line"),  # counted from that of its def
     [
-        ("boom", "raised KeyError: 'two\\nlines'"),
-        ("leaves", "raised SystemExit: 3"),
-        ("unpicklable", "returned a function; return a list with one number per completion"),
-        ("not_a_number", "returned nan for completion 1; return a finite number or None"),
+        ("boom", "raised KeyError: 'two\\nlines'", 1),
+        ("leaves", "raised SystemExit: 3", 1),
+        ("deep", "raised JSONDecodeError: Expecting value: line 1 column 1 (char 0)", 1),
+        ("unpicklable", "returned a function; return a list with one number per completion", 0),
+        ("not_a_number", "returned nan for completion 1; return a finite number or None", 0),
     ],
 )
-def test_what_a_function_does_wrong_is_named_and_its_process_lives_on(process, functions, name, message) -> None:
+def test_what_a_function_does_wrong_is_named_with_its_line_and_its_process_lives_on(
+    process, functions, name, message, line
+) -> None:
     score(process, functions["with_alarm"])
     child = process._child
     with pytest.raises(RewardError) as caught:
         score(process, functions[name])
     assert f"reward function {name} (reward.functions[" in str(caught.value)
-    assert str(caught.value).endswith(message)
+    line += 1 + MODULE.splitlines().index(f"def {name}(completions):")
+    assert str(caught.value).endswith(f"{message} (at sync_rewards.py:{line})")
     assert process._child is child and child.is_alive
 
 

@@ -29,7 +29,8 @@ def fake_loop(run_dir: Path, grace_s: float = 60.0, stop_requested: int = 0) -> 
     store = CheckpointStore(run_dir, keep=1)
     save(store, 10)
     settings = SimpleNamespace(checkpoint=SimpleNamespace(grace_s=grace_s))
-    return SimpleNamespace(stop_requested=stop_requested, step=12, checkpoints=store, config=settings)
+    tracker = SimpleNamespace(stopping=lambda message: False)
+    return SimpleNamespace(stop_requested=stop_requested, step=12, checkpoints=store, config=settings, tracker=tracker)
 
 
 def send(*numbers: int) -> None:
@@ -60,6 +61,16 @@ def test_the_first_signal_is_a_request_and_a_second_ctrl_c_stops(
     assert said.endswith("stopped in step 13, unsaved: " + LOST.format(loop.checkpoints.path(10)))
     assert [signal.getsignal(number) for number in (INT, TERM, signal.SIGALRM)] == before
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+@pytest.mark.parametrize(("terminal", "how"), [(True, "Ctrl-C again"), (False, "another SIGINT")])
+def test_a_job_s_log_speaks_of_signals_and_a_terminal_of_keys(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: bool, how: str
+) -> None:
+    monkeypatch.setattr(os, "isatty", lambda descriptor: terminal)
+    with stops_at_step_end(fake_loop(tmp_path)):
+        send(INT)
+    assert f"stopping at the end of this step, with a checkpoint; {how} stops at once" in capfd.readouterr().err
 
 
 def test_after_the_grace_the_run_ends_and_says_what_is_lost(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -130,8 +130,9 @@ def test_a_scorer_s_tokenizers_are_trusted_as_all_are(
         asked.append((path, trust_remote_code))
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
-    config = load_config(CONF / "grpo_tiny.yaml", ["model.path=p", f"model.trust_remote_code={str(trusted).lower()}"])
+    overrides = [f"model.path={tiny_model_dir}", f"model.trust_remote_code={str(trusted).lower()}"]
+    config = load_config(CONF / "grpo_tiny.yaml", overrides)
     load_tokenizer(config.model)
     limits: dict[str, Any] = {"max_tokens": 8, "token_budget": 64, "device": torch.device("cpu")}
     RewardModel("r", torch.nn.Identity(), **limits, trust_remote_code=trusted)  # type: ignore[arg-type]
-    assert asked == [("p", trusted), ("r", trusted)]
+    assert asked == [(str(tiny_model_dir), trusted), ("r", trusted)]

@@ -10,6 +10,7 @@ import pytest
 from transformers import LlamaConfig
 
 from rlhf.errors import ConfigError
+from rlhf.planning.known_models import KNOWN_MODELS, known_model
 from rlhf.planning.shapes import ModelShape, read_shape
 
 CONFIG: dict[str, Any] = {
@@ -111,3 +112,54 @@ def test_a_hub_model_has_one_if_it_is_in_the_cache(tmp_path: Path, monkeypatch: 
 def test_a_model_that_is_not_at_hand_has_none() -> None:
     assert read_shape("nobody/has-this-model") is None
     assert read_shape("/no/where") is None
+
+
+PUBLISHED = {  # parameters, as the hub counts them
+    "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-3B": 3_085_938_688,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen/Qwen2.5-14B": 14_770_033_664,
+    "Qwen/Qwen2.5-32B-Instruct": 32_763_876_352,
+    "Qwen/Qwen2.5-72B": 72_706_203_648,
+    "Qwen/Qwen2.5-Math-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-Math-7B-Instruct": 7_615_616_512,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B-Base": 1_720_574_976,
+    "Qwen/Qwen3-4B-Instruct-2507": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "meta-llama/Meta-Llama-3-8B-Instruct": 8_030_261_248,
+    "meta-llama/Meta-Llama-3-70B": 70_553_706_496,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "meta-llama/Llama-3.1-70B": 70_553_706_496,
+    "meta-llama/Llama-3.1-405B": 405_853_388_800,
+    "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
+    "mistralai/Mistral-7B-Instruct-v0.2": 7_241_732_096,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
+    "google/gemma-2-2b-it": 2_614_341_888,
+    "google/gemma-2-9b": 9_241_705_984,
+    "google/gemma-2-27b-it": 27_227_128_320,
+    "google/gemma-3-270m": 268_098_176,
+    "/models/gemma-3-1b-it/": 999_885_952,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
+    "HuggingFaceTB/SmolLM2-360M": 361_821_120,
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct": 1_711_376_384,
+}
+
+
+def test_a_model_known_by_name_has_as_many_parameters_as_published() -> None:
+    for name, published in PUBLISHED.items():
+        shape = read_shape(name)
+        assert shape is not None, name
+        assert shape.parameters(lm_head=True) == pytest.approx(published, rel=0.001), name
+    assert len(PUBLISHED) == len(KNOWN_MODELS)
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-7B-Instruct-AWQ", "Qwen/Qwen3-30B-A3B", "my-qwen2.5-7b", "7b", ""])
+def test_a_name_that_is_only_similar_is_not_known(name: str) -> None:
+    assert known_model(name) is None

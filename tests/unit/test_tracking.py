@@ -21,6 +21,7 @@ from rlhf.config import TrackingConfig
 from rlhf.errors import ConfigError, DataError
 from rlhf.rewards.total import Scores
 from rlhf.tracking import Tracker, print_summary, rollout_metrics, write_summary
+from rlhf.tracking.progress import ProgressDisplay, curve, duration
 from tests.clock import Clock
 
 QUIET = TrackingConfig(tensorboard=False, progress=False)
@@ -397,6 +398,22 @@ def test_the_live_line_begins_at_the_resumed_step_and_keeps_the_last_one(tmp_pat
     tracker.log_step(5, {"reward": 0.5}, num_tokens=1)
     tracker.close()
     assert " step 5/9" in printed(console)
+
+
+def test_the_time_left_is_that_of_the_last_steps_and_the_curve_that_of_the_reward(monkeypatch: pytest.MonkeyPatch):
+    now_s = [100.0]
+    monkeypatch.setattr("rlhf.tracking.progress.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None, _environ={})
+    display = ProgressDisplay(console, num_steps=50, enabled=True)
+    for step, seconds in enumerate([500.0, 60.0, 60.0, 90.0], start=1):  # the first one compiles
+        now_s[0] += seconds
+        display.step(step, {"reward": step % 3})
+    now_s[0] += 20.0
+    console.print(display._render())
+    assert " 46 min left" in printed(console), "46 steps of 60 s, less 20 s"
+    assert "reward ▅█▁▅ 1" in printed(console)
+    assert [duration(s) for s in (0.4, 89, 91, 5400, 11_100)] == ["0 s", "89 s", "2 min", "1 h 30 min", "3 h 05 min"]
+    assert (curve([2.0]), curve([1, 1]), curve([0, 7, 3.5])) == ("▁", "▁▁", "▁█▅")
 
 
 def test_a_long_text_keeps_its_beginning_and_its_end(tmp_path: Path):
