@@ -20,7 +20,7 @@ from rlhf.config import LearnerConfig
 from rlhf.errors import ConfigError, GpuMemoryError, one_line
 from rlhf.models.loading import load_policy, load_scalar
 from rlhf.models.packed import PackedModel
-from rlhf.planning.fit import SAFE_STAGE, plan_memory
+from rlhf.planning.fit import plan_memory, safe_stage
 from rlhf.planning.memory import ALL_LAYERS
 from rlhf.planning.memory_plan import MemoryPlan
 from rlhf.run_lock import sees_token
@@ -121,7 +121,7 @@ class EngineActor(RankActor):
             layers, float32 = settings.checkpointed_layers, settings.float32_gradients
             settings = replace(
                 settings,
-                zero_stage=SAFE_STAGE if settings.zero_stage is None else settings.zero_stage,
+                zero_stage=safe_stage(settings),
                 checkpointed_layers=(ALL_LAYERS if self._on_gpu else 0) if layers is None else layers,
                 compile=self._on_gpu if settings.compile is None else settings.compile,
                 float32_gradients=not self._on_gpu and settings.can_sum_in_float32 if float32 is None else float32,

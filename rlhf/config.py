@@ -142,7 +142,7 @@ class AlgorithmConfig(Section, key="algorithm"):
     mask_truncated_completions: bool = False
     # train on this fraction of tokens, those with the highest entropy
     top_entropy_quantile: Annotated[float, Bounds(above=0, max=1, interval=True, hint="1 trains on every token")] = 1.0
-    # auto: token_truncate with rollout.max_staleness > 0, else none
+    # auto: token_truncate with rollout.max_staleness > 0 or learner.lora, else none
     rollout_correction: Literal[
         "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = "auto"
@@ -251,10 +251,23 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters on frozen weights (Hu et al. 2021, arXiv 2106.09685), with PEFT's meanings."""
+
+    r: PositiveInt = 16
+    alpha: PositiveInt = 32  # the product of the two matrices counts alpha / r times
+    dropout: DecayRate = 0.0
+    # names of linear layers, such as q_proj; all-linear: every one but the head
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+
+
+@dataclass(frozen=True)
 class LearnerConfig(Section, key="learner"):
     """A DeepSpeed engine: the policy's; the critic's has the same fields."""
 
     num_ranks: PositiveInt = 1
+    # train adapters instead of the weights, which then need neither gradients nor optimiser state; null: the weights
+    lora: LoraConfig | None = None
     # null: the memory plan decides (`rlhf plan`): the lowest of 1, 2 and 3 that lets the fewest layers be checkpointed
     zero_stage: Annotated[int, Bounds(min=0, max=3, interval=True, hint="use 0, 1, 2 or 3")] | None = None
     offload_optimizer: bool = False
@@ -278,6 +291,15 @@ class LearnerConfig(Section, key="learner"):
         require(
             not self.offload_optimizer or self.zero_stage != 0,
             f"{self.KEY}.offload_optimizer needs {self.KEY}.zero_stage 1, 2 or 3",
+        )
+        require(
+            self.lora is None or self.zero_stage != 3,
+            f"{self.KEY}.zero_stage=3 shards weights, which {self.KEY}.lora leaves frozen and whole on every rank; use "
+            "zero_stage=null, or 1 or 2",
+        )
+        require(
+            self.lora is None or bool(self.lora.target_modules),
+            f"{self.KEY}.lora.target_modules is empty, so nothing would be trained; use [all-linear]",
         )
 
     @property
@@ -579,7 +601,8 @@ class Config(Section, key=""):
             f"rollout.num_workers={self.rollout.num_workers} must be at least 1: a run starts with default workers",
         )
         if self.algorithm.rollout_correction == "auto":
-            correction = "token_truncate" if self.rollout.max_staleness > 0 else "none"
+            differs = self.rollout.max_staleness > 0 or self.learner.lora is not None  # merged weights are rounded
+            correction = "token_truncate" if differs else "none"
             object.__setattr__(self, "algorithm", replace(self.algorithm, rollout_correction=correction))
         require(
             bool(self.reward.functions) or self.reward.model is not None,

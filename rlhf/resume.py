@@ -102,6 +102,7 @@ RULES = (
     ),
     Rule("refuse", "the order of the data and all samples depend on it", "seed data.shuffle"),
     Rule("refuse", "the checkpoint holds weights and optimizer state of that type", "model.dtype"),
+    Rule("refuse", "the checkpoint holds those adapters", "learner.lora.*"),
     Rule(
         "refuse",
         "the optimizer's moments and the critic come from that objective",

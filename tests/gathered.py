@@ -4,10 +4,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf.models.packed import PackedModel
-from rlhf.training.weights import gather, named_parameters
+from rlhf.training.weights import named_weights
 
 
 def gathered_state_dict(model: PackedModel) -> dict[str, Tensor] | None:
     """Every parameter once, by Hugging Face name, on rank 0; None elsewhere. Collective."""
-    state = {name: gather(parameter).clone() for name, parameter in named_parameters(model)}
+    state = {name: weight.gather().clone() for name, weight in named_weights(model).items()}
     return state if dist.get_rank() == 0 else None

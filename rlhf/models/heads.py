@@ -94,17 +94,19 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, norm, entropy = ctx.saved_tensors
         gradient = _fused(_logits_gradient, hidden.device.type)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        trains_weight = ctx.needs_input_grad[1]  # not if it is frozen
+        grad_weight = torch.zeros(weight.shape if trains_weight else 0, dtype=torch.float32, device=weight.device)
         grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
         for part in _chunks(len(hidden), ctx.chunk):
             per_token = (x[part] for x in (targets, norm, entropy, *grads))
             grad_logits = gradient(F.linear(hidden[part], weight, bias), *per_token, ctx.shape, ctx.temperature)
             grad_hidden[part] = grad_logits @ weight
-            grad_weight += grad_logits.T @ hidden[part]
+            if trains_weight:
+                grad_weight += grad_logits.T @ hidden[part]
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0, dtype=torch.float32)
         grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype) if trains_weight else None, grad_bias, None, None, None, None
 
 
 def _chunks(length: int, size: int) -> list[slice]:

@@ -26,6 +26,8 @@ class PackedModel(nn.Module):
         """``original``: values of ``lm.config`` before it was adjusted for training (``rlhf.models.families``)."""
         super().__init__()
         self.lm, self._original = lm, original or {}
+        # A [r, in], B [out, r] and alpha / r, by the full name of the weight to which their product is added
+        self.adapters: dict[str, tuple[nn.Parameter, nn.Parameter, float]] = {}
 
     @property
     def backbone(self) -> nn.Module:

@@ -10,6 +10,7 @@ from rlhf.planning.shapes import read_shape
 from rlhf.planning.usage import AnyConfig, Choice, Choices, Usage, model_shape, predict
 
 SAFE_STAGE = 3  # where nothing can be predicted
+LORA_STAGE = 1
 FLOAT32_LAYERS = 0.1  # share of the layers that may be checkpointed for float32 gradients: 3 % of an update
 
 
@@ -38,9 +39,16 @@ def open_stages(settings: LearnerConfig) -> tuple[int, ...]:
     """The ZeRO stages that ``settings`` leave to the plan, from the fastest to the one that takes the least memory."""
     if settings.zero_stage is not None:
         return (settings.zero_stage,)
+    if settings.lora:  # frozen weights are whole on every rank, and what is left to shard is small
+        return (LORA_STAGE,)
     if settings.offload_optimizer:  # at stages 1 and 2 DeepSpeed could not sum in float32
         return (SAFE_STAGE,)
     return (1,) if settings.num_ranks == 1 else (1, 2, 3)  # one rank has nothing to shard
+
+
+def safe_stage(settings: LearnerConfig) -> int:
+    """The stage where nothing can be predicted: of those that ``settings`` leave open, what takes the least memory."""
+    return SAFE_STAGE if settings.zero_stage is None and settings.lora is None else open_stages(settings)[-1]
 
 
 @dataclass(frozen=True)

@@ -90,20 +90,21 @@ def training_bytes(
     checkpointed_layers: int,
     compiled: bool,
     element_bytes: int = 2,
+    frozen_head: bool = False,
 ) -> float:
     """Peak bytes between the start of a forward and the end of its backward, gradients not counted.
 
     What all layers keep (checkpointed ones only their inputs), plus the larger of two parts of the backward: the LM
-    head (logits of one chunk and their gradient; its weight's gradient in float32, one product, one cast), or one layer
-    (the MLP's gradients; if all are checkpointed also what the recomputed layer keeps: otherwise the layers after it
-    have freed more than that).
+    head (logits of one chunk and their gradient; unless it is frozen, its weight's gradient in float32, one product,
+    one cast), or one layer (the MLP's gradients; if all are checkpointed also what the recomputed layer keeps:
+    otherwise the layers after it have freed more than that).
     """
     layer = tokens * kept_by_layer(shape, compiled=compiled, element_bytes=element_bytes)
     mlp_gradients = 3 * tokens * shape.intermediate_size * element_bytes
     head = 0.0
     if lm_head:
         logits = min(chunk, tokens) * shape.vocab_size * element_bytes
-        head = 2 * logits + shape.embedding_parameters * (4 + 2 * element_bytes)
+        head = 2 * logits + (0 if frozen_head else shape.embedding_parameters * (4 + 2 * element_bytes))
     ends = tokens * shape.hidden_size * (4 + 4 * element_bytes)  # final norm, and predicting hidden states
     checkpointed = min(checkpointed_layers, shape.num_layers)
     kept = (shape.num_layers - checkpointed) * layer + checkpointed * tokens * shape.hidden_size * element_bytes
@@ -129,16 +130,19 @@ def learner_memory(
     Per parameter: weights and gradients of ``element_bytes``, float32 master and two moments (12 bytes); stages 1, 2
     and 3 successively shard optimiser state, gradients and weights over the ranks. ZeRO-3 adds the gathered weights in
     use, every stage but 0 a reduce bucket. ``float32_gradients``: they take 4 bytes each; at stage 1 they are one
-    tensor, which needs no bucket.
+    tensor, which needs no bucket. With ``config.lora`` only adapters have gradients and optimiser state, and what is
+    published is one tensor at a time merged in float32.
     """
     assert config.zero_stage is not None, "it is decided"
     count, ranks, stage = shape.parameters(lm_head=lm_head), config.num_ranks, config.zero_stage
+    trained = shape.adapter_parameters(config.lora) if config.lora else count
+    count += trained if config.lora else 0
     tokens = tokens or config.micro_batch_tokens
     gathered = min(count, LIVE_ELEMENTS) * element_bytes if stage == 3 else 0.0
     widened = float32_gradients and element_bytes < 4
     gradient_bytes = 4 if widened else element_bytes
     bucket = 0.0 if stage == 0 or (stage == 1 and widened) else REDUCE_BUCKET_ELEMENTS * element_bytes
-    shard = count / ranks if stage > 0 else count
+    shard = trained / ranks if stage > 0 else trained
     chunk = config.logits_chunk_tokens
     passing = training_bytes(
         shape,
@@ -148,10 +152,11 @@ def learner_memory(
         checkpointed_layers=checkpointed_layers,
         compiled=config.compile is not False,
         element_bytes=element_bytes,
+        frozen_head=config.lora is not None,
     )
     return RoleMemory(
         weights=count * element_bytes / (ranks if stage == 3 else 1) + gathered,
-        gradients=count * gradient_bytes / (ranks if stage >= 2 else 1) + bucket,
+        gradients=trained * gradient_bytes / (ranks if stage >= 2 else 1) + bucket,
         optimizer=0.0 if config.offload_optimizer else 12.0 * shard,
         training=max(passing, _step_bytes(config, shard, widened=widened, element_bytes=element_bytes)),
         scoring=forward_bytes(shape, tokens=tokens, chunk=chunk, lm_head=lm_head, element_bytes=element_bytes),
@@ -180,6 +185,8 @@ def publish_bytes(config: LearnerConfig, shape: ModelShape, *, bucket_bytes: int
         return 0
     sharded = config.zero_stage == 3 and config.num_ranks > 1
     gathered = max(bucket_bytes, shape.largest_tensor * element_bytes) if sharded else 0
+    if config.lora:  # a weight and its sum with the adapter in float32, and the rounded sum
+        gathered = max(a * b for a, b in shape.linear_layers().values()) * (8 + element_bytes)
     return RING_BUCKETS * bucket_bytes + gathered
 
 

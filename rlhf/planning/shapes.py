@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf.config import LoraConfig
 from rlhf.errors import ConfigError
 from rlhf.planning.known_models import known_model
 
@@ -60,6 +61,19 @@ class ModelShape:
         """Parameters of the layers' matrices, which determine a token's FLOPs."""
         attention = 2 * self.hidden_size * (self.attention_size + self.kv_size)
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of a decoder layer's linear layers, by the names that Llama gives them."""
+        h, i, attention, kv = self.hidden_size, self.intermediate_size, self.attention_size, self.kv_size
+        projections = {"q_proj": (h, attention), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (attention, h)}
+        return {**projections, "gate_proj": (h, i), "up_proj": (h, i), "down_proj": (i, h)}
+
+    def adapter_parameters(self, lora: LoraConfig) -> int:
+        """Parameters of all adapters. Targets of unknown names count as the largest layer."""
+        layers = self.linear_layers()
+        largest = max(layers.values(), key=sum)
+        names = layers if "all-linear" in lora.target_modules else lora.target_modules
+        return self.num_layers * sum(lora.r * sum(layers.get(name, largest)) for name in names)
 
     @property
     def body_parameters(self) -> int:

@@ -20,6 +20,7 @@ from rlhf.checkpoint import Written, writes_checkpoint
 from rlhf.config import LearnerConfig, OptimizerConfig, require
 from rlhf.errors import CheckpointError
 from rlhf.models.inputs import PackedInputs, packed_inputs
+from rlhf.models.lora import add_adapters
 from rlhf.models.packed import PackedModel
 from rlhf.models.probe import check_packing
 from rlhf.training.export import export
@@ -165,6 +166,8 @@ class Engine:
         # transformers finds this object through a weak reference and then loads shard by shard
         self._hf_config = HfDeepSpeedConfig(ds_config) if config.zero_stage == 3 else None
         model = load_model()
+        if config.lora:
+            add_adapters(model, config.lora, key=f"{config.KEY}.lora")
         if config.checkpointed_layers:
             model.checkpoint_layers(config.checkpointed_layers)
         if config.compile:
@@ -311,7 +314,7 @@ class Engine:
         """Enough for all that this rank's ``save`` copies."""
         tensors = self._optimizer_state()
         if self.config.zero_stage != 3 and self.engine.save_non_zero_checkpoint:
-            tensors += [*self.model.parameters(), *self.model.buffers()]
+            tensors += [*(p for p in self.model.parameters() if p.requires_grad), *self.model.buffers()]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         return sum(map(aligned, storages.values())) + SMALL_BYTES
 
@@ -328,7 +331,11 @@ class Engine:
         self._saved_to = directory
         with self._parking.readable(), writes_checkpoint(directory):
             self.engine.save_checkpoint(
-                directory, tag="engine", client_state={"rng": torch.get_rng_state()}, save_latest=False
+                directory,
+                tag="engine",
+                client_state={"rng": torch.get_rng_state()},
+                save_latest=False,
+                exclude_frozen_parameters=self.config.lora is not None,
             )
 
     def finish_save(self, *, wait: bool) -> Written | None:
@@ -350,7 +357,8 @@ class Engine:
         try:
             saved = SavedState(Path(directory, "engine"))
             if saved.layout == self._layout:
-                _, client_state = self.engine.load_checkpoint(directory, tag="engine")
+                whole = self.config.lora is None  # frozen weights are not in it
+                _, client_state = self.engine.load_checkpoint(directory, tag="engine", load_module_strict=whole)
             else:
                 LiveState(self.engine, self._optimizer, self._layout).load(saved)
                 client_state = saved.common

@@ -14,7 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf.checkpoint import put_in_place, sync_file
 from rlhf.models.packed import PackedModel
-from rlhf.training.weights import gather, named_parameters
+from rlhf.training.weights import named_weights
 
 MAX_SHARD_BYTES = 5 * 10**9  # of one file, unless a single parameter is larger
 WEIGHTS = "model{suffix}.safetensors"
@@ -29,11 +29,8 @@ def export(model: PackedModel, directory: str | Path, *, max_shard_bytes: int = 
     """
     rank, num_ranks, final = dist.get_rank(), dist.get_world_size(), Path(directory)
     partial, removed = (final.with_name(f".{state}-{final.name}") for state in ("partial", "removed"))
-    parameters = dict(named_parameters(model))
-    shapes = {
-        name: torch.empty(getattr(p, "ds_shape", p.shape), dtype=p.dtype, device="meta")
-        for name, p in parameters.items()
-    }
+    weights = named_weights(model)
+    shapes = {name: torch.empty(w.shape, dtype=w.dtype, device="meta") for name, w in weights.items()}
     split = split_torch_state_dict_into_shards(shapes, filename_pattern=WEIGHTS, max_shard_size=max_shard_bytes)
     shards = list(split.filename_to_tensors.items())
     if rank == 0:
@@ -45,7 +42,7 @@ def export(model: PackedModel, directory: str | Path, *, max_shard_bytes: int = 
         held: dict[str, Tensor] = {}
         for owner, (_, names) in enumerate(shards[first : first + num_ranks]):
             for name in names:
-                whole = gather(parameters[name])
+                whole = weights[name].gather()
                 if owner == rank:
                     held[name] = whole.to("cpu", copy=True)
         if held:

@@ -158,8 +158,9 @@ class LiveState:
         """``inner``: the optimiser that DeepSpeed wraps."""
         self._engine, self._inner, self._layout = engine, inner, layout
         self._wrapper: Any = engine.optimizer
-        self._names: dict[nn.Parameter, str] = {p: name for name, p in engine.module.named_parameters()}
-        assert all(parameter.requires_grad for parameter in self._names), "the optimiser knows nothing of frozen ones"
+        self._names: dict[nn.Parameter, str] = {
+            p: name for name, p in engine.module.named_parameters() if p.requires_grad
+        }
 
     @torch.no_grad()
     def load(self, saved: SavedState) -> None:

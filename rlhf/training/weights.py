@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # vLLM's processes import this module too, and do not need tr
     from rlhf.models.packed import PackedModel
 
 MODEL_PREFIX = "lm."  # PackedModel's attribute; not part of Hugging Face names
+BASE_LAYER = ".base_layer."  # where PEFT puts a layer that it gives an adapter
 ALIGNMENT = 16  # bytes, for every tensor in a bucket: enough for any dtype
 _CHECKSUM_PERIOD = 8191  # prime, so that the checksum's factors do not align with power-of-two layouts
 
@@ -58,9 +59,39 @@ def _spec_from_plain(*, shape: Sequence[int], full_shape: Sequence[int], **rest:
     return TensorSpec(shape=tuple(shape), full_shape=tuple(full_shape), **rest)
 
 
-def named_parameters(model: "PackedModel") -> list[tuple[str, nn.Parameter]]:
-    """Every distinct parameter with its Hugging Face name, in a fixed order; tied weights appear once."""
-    return [(name.removeprefix(MODEL_PREFIX), p) for name, p in model.named_parameters()]
+@dataclass(frozen=True)
+class Weight:
+    """A tensor of the model as all but the learner see it: a parameter, with its layer's adapter added to it."""
+
+    parameter: nn.Parameter
+    adapter: tuple[Tensor, Tensor, float] | None = None  # A [r, in], B [out, r], and how often their product counts
+
+    @property
+    def shape(self) -> torch.Size:
+        return getattr(self.parameter, "ds_shape", self.parameter.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parameter.dtype
+
+    @torch.no_grad()
+    def gather(self) -> Tensor:
+        """All of it, read-only, rounded once. Collective under ZeRO-3."""
+        whole = gather(self.parameter)
+        if self.adapter is None:
+            return whole
+        a, b, scale = self.adapter
+        return torch.addmm(whole.float(), b.float(), a.float(), alpha=scale).to(whole.dtype)
+
+
+def named_weights(model: "PackedModel") -> dict[str, Weight]:
+    """Every distinct weight by its Hugging Face name, in a fixed order; tied ones appear once."""
+    own = {id(matrix) for a, b, _ in model.adapters.values() for matrix in (a, b)}
+    return {
+        name.removeprefix(MODEL_PREFIX).replace(BASE_LAYER, "."): Weight(parameter, model.adapters.get(name))
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in own
+    }
 
 
 def bucket_layout(model: "PackedModel", bucket_bytes: int) -> Layout:
@@ -72,11 +103,11 @@ def bucket_layout(model: "PackedModel", bucket_bytes: int) -> Layout:
     layout: Layout = []
     current: list[TensorSpec] = []
     used = 0
-    for name, parameter in named_parameters(model):
-        full_shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        dtype = str(parameter.dtype).removeprefix("torch.")
+    for name, weight in named_weights(model).items():
+        full_shape = tuple(weight.shape)
+        dtype = str(weight.dtype).removeprefix("torch.")
         num_rows = full_shape[0] if full_shape else 1
-        row_bytes = torch.Size(full_shape[1:]).numel() * parameter.element_size()
+        row_bytes = torch.Size(full_shape[1:]).numel() * weight.dtype.itemsize
         first_row = 0
         while first_row < num_rows:
             fitting = (bucket_bytes - used) // row_bytes
@@ -131,13 +162,13 @@ def walk_buckets(model: "PackedModel", layout: Layout) -> Iterator[tuple[tuple[T
 
     The tensors are read-only, and valid until the next iteration, which frees their memory.
     """
-    parameters = dict(named_parameters(model))
+    weights = named_weights(model)
     name, whole = "", torch.empty(0)  # a tensor split over several buckets is gathered once
     for specs in layout:
         pieces = []
         for spec in specs:
             if spec.name != name:
-                name, whole = spec.name, gather(parameters[spec.name])
+                name, whole = spec.name, weights[spec.name].gather()
             pieces.append(whole if spec.is_whole else whole.narrow(0, spec.first_row, spec.shape[0]))
         yield specs, pieces
         pieces.clear()  # the caller's variable still refers to the list

@@ -1,4 +1,4 @@
-"""PPO and RLOO as whole runs on the tiny model: the reward rises, and the metrics have TRL's names."""
+"""PPO, RLOO and adapters as whole runs on the tiny model: the reward rises, and the metrics have TRL's names."""
 
 import json
 from pathlib import Path
@@ -55,6 +55,15 @@ def test_rloo_raises_the_reward(ray_session, tiny_config) -> None:
     metrics = metrics_of(config.run_dir)
     assert metrics[0].keys() >= RLOO_NAMES
     assert metrics[0]["kl"] == pytest.approx(0, abs=1e-3)
+
+
+@pytest.mark.long
+def test_adapters_raise_the_reward_and_are_sampled_from(ray_session, tiny_config) -> None:
+    config = tiny_config("num_steps=20", "checks.logprob_every_steps=1", recipe="grpo_lora_tiny")
+    summary = train(config)
+    assert summary["eval_before"]["reward"] < 0.55
+    assert summary["eval_after"]["reward"] > REWARD_BOUND
+    assert max(m["sampling/logprob_difference_mean"] for m in metrics_of(config.run_dir)) < 1e-5
 
 
 @pytest.mark.slow

@@ -116,6 +116,7 @@ def test_stale_samples_are_corrected_unless_told_otherwise(tmp_path: Path) -> No
     ahead = load_config(path, ["rollout.max_staleness=1"])
     assert ahead.algorithm.rollout_correction == "token_truncate"
     assert ahead.needs_rollout_logprobs
+    assert load_config(path, ["learner.lora={}"]).algorithm.rollout_correction == "token_truncate", "merged, so rounded"
     without = load_config(path, ["rollout.max_staleness=1", "algorithm.rollout_correction=none"])
     assert not without.needs_rollout_logprobs
 

@@ -15,6 +15,8 @@ from rlhf.config import (
     AutoscaleConfig,
     Config,
     DataConfig,
+    LearnerConfig,
+    LoraConfig,
     ModelConfig,
     RewardConfig,
     RewardFunctionConfig,
@@ -32,6 +34,7 @@ Names = tuple[str | int, ...]
 # Configurations in which every section, list and dictionary has something in it.
 WHOLE = Config(
     model=ModelConfig(path="m"),
+    learner=LearnerConfig(lora=LoraConfig()),
     data=DataConfig(train="task:arithmetic"),
     reward=RewardConfig(functions=[RewardFunctionConfig(path="f")], model=RewardModelConfig(path="r")),
     rollout=RolloutConfig(autoscale=AutoscaleConfig(), extra_kinds={"big": WorkerKindConfig(resources={"h100": 1})}),
@@ -185,7 +188,7 @@ INTERVALS = {
         Config.num_steps DataConfig.eval_size DataConfig.max_prompt_tokens AlgorithmConfig.prompts_per_step
         AlgorithmConfig.group_size AlgorithmConfig.num_epochs AlgorithmConfig.num_minibatches AlgorithmConfig.kl_horizon
         LearnerConfig.num_ranks LearnerConfig.micro_batch_tokens LearnerConfig.logits_chunk_tokens
-        LearnerConfig.cpus_per_rank CriticConfig.num_ranks CriticConfig.micro_batch_tokens
+        LearnerConfig.cpus_per_rank LoraConfig.r LoraConfig.alpha CriticConfig.num_ranks CriticConfig.micro_batch_tokens
         CriticConfig.logits_chunk_tokens CriticConfig.cpus_per_rank ReferenceConfig.num_ranks
         ReferenceConfig.micro_batch_tokens ReferenceConfig.cpus_per_rank RewardConfig.num_workers
         RewardModelConfig.num_ranks RewardModelConfig.max_tokens RewardModelConfig.micro_batch_tokens
@@ -213,7 +216,7 @@ INTERVALS = {
     "(0, 1]": """
         AlgorithmConfig.top_entropy_quantile OptimizerConfig.learning_rate OptimizerConfig.eps RolloutConfig.top_p
     """,
-    "[0, 1)": "OptimizerConfig.betas",
+    "[0, 1)": "OptimizerConfig.betas LoraConfig.dropout",
     "(0, 1)": """
         AlgorithmConfig.rollout_correction_floor AutoscaleConfig.wait_fraction AutoscaleConfig.idle_fraction
         WorkerKindConfig.gpu_memory_fraction RolloutConfig.gpu_memory_fraction
@@ -315,6 +318,7 @@ CONTRADICTIONS = {
     "algorithm.delta=1.0000000000000002": "must be greater than 1 + algorithm.epsilon_high = 1.2",
     "algorithm.kl_target=5e-324": "needs algorithm.name=ppo",
     "learner.micro_batch_tokens=1": "cannot hold one sequence",
+    "learner.zero_stage=3": "which learner.lora leaves frozen",
     "train-reward:learner.micro_batch_tokens=1": "cannot hold one pair",
     "learner.optimizer.warmup_steps=2147483647": "exceeds the 100 optimiser steps",
     "critic.micro_batch_tokens=1": "cannot hold one sequence",

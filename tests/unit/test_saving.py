@@ -231,8 +231,12 @@ class Whole:
         peak = max(peak, sum(held.values()))
         return tensor
 
-os.fsync, gather = noted, exporting.gather
-exporting.gather = lambda parameter: Whole(gather(parameter))
+class Counted:
+    def __init__(self, weight):
+        self.shape, self.dtype, self.gather = weight.shape, weight.dtype, lambda: Whole(weight.gather())
+
+os.fsync, named = noted, exporting.named_weights
+exporting.named_weights = lambda model: {name: Counted(weight) for name, weight in named(model).items()}
 try:
     for stage in map(int, sys.argv[3]):
         engine = make(stage)
@@ -248,7 +252,7 @@ try:
             assert not held, "nothing is left of the last shard"
             (out / f"{stage}-{name}-{RANK}.peak").write_text(str(peak))
 finally:
-    os.fsync, exporting.gather = fsync, gather
+    os.fsync, exporting.named_weights = fsync, named
 """
 )
 

@@ -1,0 +1,52 @@
+"""Low-rank adapters (LoRA: Hu et al. 2021, arXiv 2106.09685) on the linear layers of a packed model.
+
+PEFT puts them in place; the weights below stay as they were loaded. Everybody else is given the product: a layer's
+weight with its adapter added, ``W + alpha / r * B A``.
+"""
+
+from typing import Any
+
+from peft import LoraConfig as PeftConfig
+from peft import inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from rlhf.config import LoraConfig, require
+from rlhf.errors import ConfigError
+from rlhf.models.packed import PackedModel, ScalarModel
+
+ALL_LINEAR = "all-linear"
+ADAPTER = "default"  # PEFT's name for the only one
+
+
+def add_adapters(model: PackedModel, config: LoraConfig, *, key: str) -> None:
+    """Freezes the model and gives each target an adapter that adds nothing yet; a scalar head is trained whole.
+
+    Raises ConfigError, naming ``key``, if a target is not there or not linear.
+    """
+    targets = ALL_LINEAR if ALL_LINEAR in config.target_modules else list(config.target_modules)
+    head = ["score"] if isinstance(model, ScalarModel) else None
+    settings = PeftConfig(
+        r=config.r, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=targets, exclude_modules=head
+    )
+    try:
+        inject_adapter_in_model(settings, model.lm, adapter_name=ADAPTER)
+    except ValueError as error:
+        raise ConfigError(f"{key}.target_modules={config.target_modules}: {str(error).splitlines()[0]}") from error
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            layer: Any = module
+            base = layer.get_base_layer()
+            require(type(base) is nn.Linear, f"{key}.target_modules: {name} is a {type(base).__name__}, not linear")
+            a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+            model.adapters[f"{name}.base_layer.weight"] = a, b, layer.scaling[ADAPTER]
+    if isinstance(model, ScalarModel):
+        model.lm.score.requires_grad_(True)
+    model.register_state_dict_post_hook(_drop_frozen)
+
+
+def _drop_frozen(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Frozen weights are not saved: under none of their names, of which DeepSpeed knows the first."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            state.pop(prefix + name, None)

@@ -1,0 +1,258 @@
+"""Adapters on frozen weights: what they add, what is published of them, what learns, what is saved, what it takes."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf.config import LearnerConfig, LoraConfig
+from rlhf.errors import ConfigError
+from rlhf.models.inputs import packed_inputs
+from rlhf.models.loading import load_policy, load_scalar
+from rlhf.models.lora import add_adapters
+from rlhf.models.packed import PolicyModel
+from rlhf.models.probe import probe_batch
+from rlhf.planning.fit import open_stages, safe_stage
+from rlhf.planning.memory import learner_memory
+from rlhf.planning.shapes import ModelShape
+from rlhf.training.weights import named_weights
+from tests.ranks import Ranks
+
+WarmRanks = Callable[[int], Ranks]
+CPU = torch.device("cpu")
+ALPHA, R = 8, 4
+
+
+def policy(path: Path, dtype: torch.dtype = torch.float32) -> PolicyModel:
+    return load_policy(str(path), dtype=dtype, temperature=1.0, chunk_tokens=64)
+
+
+def adapted(path: Path, *targets: str, dtype: torch.dtype = torch.float32, learnt: bool = True) -> PolicyModel:
+    """A policy with adapters, which have learnt something, unless told otherwise."""
+    model = policy(path, dtype)
+    add_adapters(model, LoraConfig(r=R, alpha=ALPHA, target_modules=list(targets)), key="learner.lora")
+    generator = torch.Generator().manual_seed(0)
+    for _, b, _ in model.adapters.values() if learnt else ():
+        b.data = 0.02 * torch.randn(b.shape, generator=generator).to(dtype)
+    return model
+
+
+def test_adapters_add_nothing_at_first_and_only_they_learn(tiny_model_dir: Path) -> None:
+    plain, model = policy(tiny_model_dir), adapted(tiny_model_dir, "all-linear", learnt=False)
+    inputs = packed_inputs(probe_batch(plain.lm.config), CPU)
+    logprobs, _ = model(inputs)
+    assert torch.equal(logprobs, plain(inputs)[0])
+    logprobs.sum().backward()
+    learning = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert learning == {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    targets = 7 * len(plain.layers)  # q, k, v, o, gate, up, down
+    assert len(learning) == 2 * targets and all(".lora_" in name for name in learning), "never the LM head"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_others_are_given_the_sum_of_weight_and_adapter_rounded_once(tiny_model_dir: Path, dtype: torch.dtype) -> None:
+    plain, model = (
+        named_weights(policy(tiny_model_dir, dtype)),
+        adapted(tiny_model_dir, "q_proj", "down_proj", dtype=dtype),
+    )
+    merged = named_weights(model)
+    assert list(merged) == list(plain), "under the names of the model that was loaded"
+    for name, weight in merged.items():
+        base = plain[name].gather()
+        assert (weight.shape, weight.dtype) == (base.shape, dtype)
+        if not name.endswith(("q_proj.weight", "down_proj.weight")):
+            assert torch.equal(weight.gather(), base), name
+            continue
+        a, b, _ = model.adapters[f"lm.{name.removesuffix('.weight')}.base_layer.weight"]
+        product = b.double() @ a.double()
+        expected = (base.double() + ALPHA / R * product).to(torch.float32)
+        assert not torch.equal(weight.gather(), base)
+        torch.testing.assert_close(weight.gather().float(), expected.to(dtype).float(), rtol=2**-8, atol=1e-6)
+
+
+def test_what_is_published_scores_as_the_learner_does(tiny_model_dir: Path) -> None:
+    plain, model = policy(tiny_model_dir), adapted(tiny_model_dir, "all-linear")
+    merged = named_weights(model)
+    for name, parameter in plain.lm.named_parameters():
+        parameter.data = merged[name].gather()
+    batch = probe_batch(plain.lm.config)
+    for share_prompts in (False, True):
+        inputs = packed_inputs(batch, CPU, share_prompts=share_prompts)
+        torch.testing.assert_close(model(inputs)[0], plain(inputs)[0], rtol=0, atol=1e-5)
+
+
+def test_a_critics_head_is_trained_whole(tiny_model_dir: Path) -> None:
+    critic = load_scalar(str(tiny_model_dir), dtype=torch.float32, fresh_head="zero")
+    add_adapters(critic, LoraConfig(), key="critic.lora")
+    whole = [n for n, p in critic.named_parameters() if p.requires_grad and ".lora_" not in n]
+    assert whole == ["lm.score.weight"]
+    assert "score.weight" in named_weights(critic)
+
+
+@pytest.mark.parametrize(
+    ("targets", "says"),
+    [
+        (["nowhere"], r"learner.lora.target_modules=\['nowhere'\]: .*not found"),
+        (["embed_tokens"], "learner.lora.target_modules: .*embed_tokens is a Embedding, not linear"),
+    ],
+)
+def test_targets_that_do_not_fit_are_named(tiny_model_dir: Path, targets: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        add_adapters(policy(tiny_model_dir), LoraConfig(target_modules=targets), key="learner.lora")
+
+
+def test_frozen_weights_are_whole_on_every_rank() -> None:
+    for given, says in [
+        ({"zero_stage": 3}, "learner.zero_stage=3"),
+        ({"lora": LoraConfig(target_modules=[])}, "empty"),
+    ]:
+        with pytest.raises(ConfigError, match=says):
+            LearnerConfig(**{"lora": LoraConfig(), **given})
+    settings = LearnerConfig(num_ranks=4, lora=LoraConfig())
+    assert (open_stages(settings), safe_stage(settings)) == ((1,), 1)
+    assert (open_stages(LearnerConfig(num_ranks=4)), safe_stage(LearnerConfig(num_ranks=1))) == ((1, 2, 3), 3)
+
+
+def test_memory_of_a_learner_with_adapters_by_hand() -> None:
+    shape = ModelShape(
+        num_layers=2, hidden_size=8, intermediate_size=32, num_heads=4, num_kv_heads=2, head_size=2, vocab_size=10**6,
+        tied=False,
+    )  # fmt: skip
+    q_and_down = 2 * 3 * ((8 + 8) + (32 + 8))  # layers x r x (inputs + outputs of each)
+    everything = q_and_down + 2 * 3 * (2 * (8 + 4) + (8 + 8) + 2 * (8 + 32))
+    count = shape.parameters(lm_head=True)
+
+    def memory(**lora: object):
+        adapters = LoraConfig(r=3, **lora) if lora else None  # type: ignore[arg-type]
+        settings = LearnerConfig(num_ranks=2, zero_stage=2, micro_batch_tokens=1, logits_chunk_tokens=1, lora=adapters)
+        return learner_memory(settings, shape, checkpointed_layers=0, bucket_bytes=100)
+
+    whole = memory()
+    for targets, trained in [(["q_proj", "down_proj"], q_and_down), (["all-linear"], everything)]:
+        adapters = memory(target_modules=targets)
+        assert adapters.weights - whole.weights == 2 * trained
+        assert adapters.optimizer == 12 * trained / 2
+        assert whole.gradients - adapters.gradients == 2 * (count - trained) / 2
+        assert adapters.other - whole.other == 32 * 8 * 10, "the largest layer: float32 twice, and rounded"
+        assert adapters.training < whole.training, "the head's weight has no gradient"
+    assert memory(target_modules=["unheard_of"]).optimizer == 12 * 2 * 3 * (8 + 32) / 2
+
+
+SCRIPT = """
+import sys, torch
+import torch.distributed as dist
+from pathlib import Path
+from benchmarks.bench_learner import ragged_batch
+from rlhf.config import LearnerConfig, LoraConfig, OptimizerConfig
+from rlhf.models.loading import load_policy
+from rlhf.training.engine import Engine
+from tests.gathered import gathered_state_dict
+
+model, out, cpu = sys.argv[1], Path(sys.argv[2]), torch.device("cpu")
+RANK, RANKS = dist.get_rank(), dist.get_world_size()
+
+def make(stage, dtype=torch.float32):
+    torch.manual_seed(0)
+    config = LearnerConfig(
+        num_ranks=RANKS, zero_stage=stage, lora=LoraConfig(r=4), float32_gradients=dtype == torch.bfloat16,
+        checkpointed_layers=1, optimizer=OptimizerConfig(learning_rate=1e-2, eps=1e-3))
+    load = lambda: load_policy(model, dtype=dtype, temperature=1.0, chunk_tokens=64)
+    return Engine(load, config, dtype=dtype, device=cpu, total_steps=9)
+
+def step(engine):
+    batch = ragged_batch(8, 4, 6, 12, 500).select(list(range(RANK, 8, RANKS)))
+    return engine.step([batch], lambda output, _: (-output[0].sum() / 50, {"entropy": output[1].sum() / 50}))
+
+def adapters(engine):
+    return {n: p.detach().clone() for n, p in engine.model.named_parameters() if p.requires_grad}
+
+def frozen(engine):
+    return {n: p.detach().clone() for n, p in engine.model.named_parameters() if not p.requires_grad}
+
+def check_same(found, expected, **close):
+    assert found.keys() == expected.keys() and found
+    for name in expected:
+        close = close or {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(found[name], expected[name], msg=lambda m: f"{name}: {m}", **close)
+"""
+
+LEARNS = """
+for stage in (0, 1, 2):
+    engine = make(stage)
+    loaded, started = frozen(engine), adapters(engine)
+    metrics = [step(engine), step(engine)]
+    check_same(frozen(engine), loaded)
+    assert all(not torch.equal(started[name], now) for name, now in adapters(engine).items())
+    file = out / f"after-{stage}-{RANKS}.pt"
+    if RANK == 0:
+        torch.save((adapters(engine), metrics), file)
+    dist.barrier()
+    expected, same = torch.load(out / "after-0-1.pt")
+    check_same(adapters(engine), expected, rtol=1e-4, atol=1e-6)
+    for found, other in zip(metrics, same, strict=True):
+        for name, value in found.items():
+            assert abs(value - other[name]) < 1e-4 * max(1, abs(value)), (stage, name, value, other[name])
+"""
+
+SAVES = """
+engine = make(int(sys.argv[3]))
+step(engine), step(engine)
+engine.save(str(out / "before"))
+engine.finish_save(wait=True)
+kept = adapters(engine)
+metrics = step(engine)
+if RANK == 0:
+    torch.save((kept, metrics, adapters(engine)), out / "expected.pt")
+dist.barrier()
+again = make(int(sys.argv[3]))
+again.load(str(out / "before"))
+check_same(adapters(again), kept)
+assert step(again) == metrics
+check_same(adapters(again), adapters(engine))
+"""
+
+GOES_ON_ELSEWHERE = """
+kept, metrics, after = torch.load(out / "expected.pt")
+for stage in (0, 1, 2):
+    engine = make(stage)
+    engine.load(str(out / "before"))
+    check_same(adapters(engine), kept)
+    for name, value in step(engine).items():
+        assert abs(value - metrics[name]) < 1e-4 * max(1, abs(value)), (name, value, metrics)
+    check_same(adapters(engine), after, rtol=1e-4, atol=1e-5)
+"""
+
+EXPORTS = """
+from transformers import AutoModelForCausalLM
+engine = make(1)
+step(engine)
+engine.save_model(str(out / "exported"))
+state = gathered_state_dict(engine.model)
+if RANK == 0:
+    loaded = dict(AutoModelForCausalLM.from_pretrained(out / "exported").named_parameters())
+    check_same({name: loaded[name].data for name in state}, state)
+"""
+
+
+def test_only_adapters_change_and_alike_at_every_stage_and_on_any_ranks(
+    ranks: WarmRanks, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    for num_ranks in (1, 2):
+        ranks(num_ranks).run(SCRIPT + LEARNS, tiny_model_dir, tmp_path)
+
+
+@pytest.mark.parametrize("stage", ["0", "1"])
+def test_a_run_goes_on_from_its_adapters_on_the_same_ranks_and_on_others(
+    ranks: WarmRanks, tiny_model_dir: Path, tmp_path: Path, stage: str
+) -> None:
+    ranks(2).run(SCRIPT + SAVES, tiny_model_dir, tmp_path, stage)
+    saved = torch.load(tmp_path / "before" / "engine" / "mp_rank_00_model_states.pt", weights_only=False)
+    assert {name for name in saved["module"] if ".lora_" not in name} <= set(saved["buffer_names"]), "no frozen weights"
+    assert saved["module"], "but the adapters"
+    for num_ranks in (1, 2):
+        ranks(num_ranks).run(SCRIPT + GOES_ON_ELSEWHERE, tiny_model_dir, tmp_path)
+
+
+def test_the_exported_model_is_the_sum(ranks: WarmRanks, tiny_model_dir: Path, tmp_path: Path) -> None:
+    ranks(2).run(SCRIPT + EXPORTS, tiny_model_dir, tmp_path)
