@@ -25,8 +25,10 @@ from rlhf.planning.memory import ALL_LAYERS
 from rlhf.planning.memory_plan import MemoryPlan
 from rlhf.run_lock import sees_token
 from rlhf.shares import Planner, Share
-from rlhf.training.engine import Engine, device_bytes, init_distributed, local_rank_device, resolve_dtype
+from rlhf.training.device import device_bytes, local_rank_device, resolve_dtype
+from rlhf.training.engine import Engine
 from rlhf.training.learner import PackedLearner, PolicyLearner, ValueLearner
+from rlhf.training.setup import init_distributed
 from rlhf.training.weights import Layout
 
 

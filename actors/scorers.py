@@ -13,7 +13,7 @@ from rlhf.models.loading import load_policy, load_scalar, load_tokenizer
 from rlhf.models.scorer import FrozenScorer
 from rlhf.rewards import MODEL_NAME, RewardFunctions, Scoring, load_reward_functions
 from rlhf.rewards.model import RewardModel
-from rlhf.training.engine import local_rank_device, resolve_dtype
+from rlhf.training.device import local_rank_device, resolve_dtype
 
 
 class ReferenceActor(RankActor):

@@ -25,8 +25,10 @@ from rlhf.models.loading import load_policy
 from rlhf.packing import batch_spans
 from rlhf.planning.costs import device_peaks, update_flops
 from rlhf.planning.shapes import ModelShape
-from rlhf.training.engine import Engine, init_distributed, local_rank_device, resolve_dtype
+from rlhf.training.device import local_rank_device, resolve_dtype
+from rlhf.training.engine import Engine
 from rlhf.training.learner import PolicyLearner
+from rlhf.training.setup import init_distributed
 
 VARIANTS: dict[str, dict[str, Any]] = {  # ZeRO-3, compiled and without checkpointing, but for what is named
     "zero3": {},

@@ -31,7 +31,8 @@ from actors.weights.transports import Transport, make_transport
 from benchmarks.common import ROOT, Row, show, write_json
 from rlhf.config import Config
 from rlhf.recipes import load_config
-from rlhf.training.engine import deepspeed_config, resolve_dtype
+from rlhf.training.device import resolve_dtype
+from rlhf.training.setup import deepspeed_config
 
 WARM_UP = 2  # the first publish of a session joins it, the second is the first to copy as all later ones do
 MODES = {  # placement.mode, and the route

@@ -36,7 +36,7 @@ from rlhf.resume import describe_run
 from rlhf.run_lock import RunLock
 from rlhf.stream import GroupStream
 from rlhf.tracking import Roofline, Tracker
-from rlhf.training.engine import resolve_dtype
+from rlhf.training.device import resolve_dtype
 
 
 def train(config: Config) -> dict[str, Any]:

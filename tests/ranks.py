@@ -75,7 +75,7 @@ def serve(pipe: Connection, rank: int, num_ranks: int, port: int) -> None:
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     import rlhf.models.packed  # noqa: F401
-    from rlhf.training.engine import init_distributed
+    from rlhf.training.setup import init_distributed
 
     torch.set_num_threads(1)
     init_distributed(torch.device("cpu"), 60)

@@ -6,18 +6,17 @@ depend on how sequences were packed, into how many micro-batches, or over how ma
 """
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhf.batch import TrainBatch
 from rlhf.checkpoint import Written, writes_checkpoint
-from rlhf.config import LearnerConfig, OptimizerConfig, require
+from rlhf.config import LearnerConfig
 from rlhf.errors import CheckpointError
 from rlhf.models.inputs import PackedInputs, packed_inputs
 from rlhf.models.lora import add_adapters
@@ -27,6 +26,7 @@ from rlhf.training.export import export
 from rlhf.training.host_memory import aligned
 from rlhf.training.parking import Parking
 from rlhf.training.resharding import Layout, LiveState, SavedState
+from rlhf.training.setup import deepspeed_config, gather_by_layer, lr_factor, make_optimizer
 
 LossFn = Callable[[Any, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
 """(model output, its micro-batch on the same device) -> (loss, stats): sums over the micro-batch, which are added over
@@ -35,108 +35,6 @@ below ZeRO-3, whose backward waits anyway, the host then runs ahead."""
 
 SMALL_BYTES = 1 << 20  # of a checkpoint, for all but weights and optimiser state: counters, the random state
 DUMMY_TOKENS = 2  # a rank without a sequence in a round runs this many tokens at zero weight
-
-
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """'auto' is bfloat16 on GPU and float32 on CPU, where bfloat16 is emulated nine times slower."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return getattr(torch, name)
-
-
-def init_distributed(device: torch.device, timeout_s: float) -> None:
-    """Joins the process group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe: NCCL on GPU, gloo on CPU."""
-    from datetime import timedelta
-
-    import deepspeed
-    import deepspeed.ops
-
-    if device.type == "cpu":
-        # An op for tensor-parallel inference, which is not used here; building it takes most of a minute.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(
-        dist_backend="nccl" if device.type == "cuda" else "gloo", verbose=False, timeout=timedelta(seconds=timeout_s)
-    )
-
-
-def deepspeed_config(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """The DeepSpeed JSON for a learner. We own the accumulation boundary: any number of backwards, then one step.
-
-    Raises ConfigError if DeepSpeed cannot sum gradients as requested.
-    """
-    assert config.zero_stage is not None, "the memory plan, or else the actor, has decided it"
-    low_precision = dtype == torch.bfloat16
-    float32_sums = low_precision and config.float32_gradients
-    require(
-        not float32_sums or config.can_sum_in_float32,
-        f"{config.KEY}.float32_gradients=true: DeepSpeed cannot with a bfloat16 model, {config.KEY}.zero_stage="
-        f"{config.zero_stage} and offload_optimizer={str(config.offload_optimizer).lower()}; use "
-        "float32_gradients=null, zero_stage=3, or 1 or 2 without offload_optimizer",
-    )
-    offload = {"offload_optimizer": {"device": "cpu", "pin_memory": True}} if config.offload_optimizer else {}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,
-        # immediate_grad_update: at stage 1 no second, bfloat16 copy of float32 gradients waits for the step
-        "bf16": {"enabled": low_precision, "check_grad_overflow": True, "immediate_grad_update": True},
-        # Stage 3 would round buffers to bfloat16 on creation: rotary frequencies, so every angle would be wrong.
-        "data_types": {"keep_in_fp32_modules": ["*"]} | ({"grad_accum_dtype": "fp32"} if float32_sums else {}),
-        # Stage 1 sends the sums, once a step: in bfloat16 they would be rounded at the very end. Stages 2 and 3 send
-        # each micro-batch's gradient before it is added, in bfloat16, as it was computed.
-        **({"communication_data_type": "fp32"} if float32_sums and config.zero_stage == 1 else {}),
-        "gradient_clipping": config.optimizer.max_grad_norm,
-        "steps_per_print": 10**9,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {
-            "stage": config.zero_stage,
-            "stage3_param_persistence_threshold": 0,
-            # DeepSpeed's linear layer keeps no gathered weight for its backward. A compiled layer keeps none anyway,
-            # and traced with it would lose the gradient of its attention.
-            "memory_efficient_linear": not config.compile,
-            "contiguous_gradients": True,
-            **offload,
-        },
-    }
-
-
-def _gather_by_layer(model: PackedModel) -> dict[str, int]:
-    """Makes whole decoder layers the unit in which ZeRO-3 gathers: while one computes, the next one is gathered.
-
-    Returns what DeepSpeed must know for it.
-    """
-    from deepspeed.utils import set_z3_leaf_module
-
-    layers: Any = model.layers
-    for layer in layers:
-        set_z3_leaf_module(layer, True)
-    return {"stage3_prefetch_bucket_size": max(sum(p.ds_numel for p in layer.parameters()) for layer in layers)}
-
-
-def make_optimizer(parameters: list[nn.Parameter], config: LearnerConfig) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter 2019): torch's fused one; DeepSpeed's CPU one if the state is offloaded."""
-    settings = config.optimizer
-    kwargs: dict[str, Any] = {
-        "lr": settings.learning_rate,
-        "betas": tuple(settings.betas),
-        "eps": settings.eps,
-        "weight_decay": settings.weight_decay,
-    }
-    if config.offload_optimizer:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        return DeepSpeedCPUAdam(parameters, **kwargs)
-    return torch.optim.AdamW(parameters, fused=True, **kwargs)
-
-
-def lr_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
-    """The learning-rate factor at optimiser step ``step`` (from 0): linear warm-up, then the schedule down to 0."""
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return 1.0
-    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
-    return 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 class Engine:
@@ -173,7 +71,7 @@ class Engine:
         if config.compile:
             model.compile_layers()
         if config.zero_stage == 3:
-            ds_config["zero_optimization"] |= _gather_by_layer(model)
+            ds_config["zero_optimization"] |= gather_by_layer(model)
         optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], config)
         schedule: Any = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: lr_factor(step, config.optimizer, total_steps)
@@ -442,17 +340,3 @@ def _poison(output: Any, loss: Tensor) -> Tensor:
     """A term of the loss with zero gradient if ``loss`` is finite. Otherwise its gradient is NaN in all of the model's
     output, and DeepSpeed, which checks the gradient's norm over all ranks, does not step. Does not wait."""
     return _zero_loss(output) * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
-
-
-def local_rank_device() -> torch.device:
-    """The one device this process may use: its single visible GPU, or the CPU."""
-    if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu":
-        visible = torch.cuda.device_count()
-        assert visible == 1, f"a rank must see exactly one GPU, this one sees {visible}"
-        return torch.device("cuda", 0)
-    return torch.device("cpu")
-
-
-def device_bytes(device: torch.device) -> int:
-    """Memory of a GPU; 0 for the CPU, which has no memory plan."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.config import OptimizerConfig
-from rlhf.training.engine import lr_factor
+from rlhf.training.setup import lr_factor
 from tests.ranks import Ranks
 
 WarmRanks = Callable[[int], Ranks]

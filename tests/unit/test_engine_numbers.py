@@ -8,7 +8,7 @@ import torch
 
 from rlhf.config import LearnerConfig
 from rlhf.errors import ConfigError
-from rlhf.training.engine import deepspeed_config
+from rlhf.training.setup import deepspeed_config
 from tests.ranks import Ranks
 
 WarmRanks = Callable[[int], Ranks]

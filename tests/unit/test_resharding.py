@@ -19,7 +19,8 @@ from benchmarks.bench_learner import ragged_batch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from rlhf.config import LearnerConfig, OptimizerConfig
 from rlhf.models.loading import load_policy
-from rlhf.training.engine import Engine, deepspeed_config
+from rlhf.training.engine import Engine
+from rlhf.training.setup import deepspeed_config
 from tests.gathered import gathered_state_dict
 
 model, out = sys.argv[1], Path(sys.argv[2])
