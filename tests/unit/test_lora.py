@@ -14,8 +14,6 @@ from rlhf.models.lora import add_adapters
 from rlhf.models.packed import PolicyModel
 from rlhf.models.probe import probe_batch
 from rlhf.planning.fit import open_stages, safe_stage
-from rlhf.planning.memory import learner_memory
-from rlhf.planning.shapes import ModelShape
 from rlhf.training.weights import named_weights
 from tests.ranks import Ranks
 
@@ -112,31 +110,6 @@ def test_frozen_weights_are_whole_on_every_rank() -> None:
     settings = LearnerConfig(num_ranks=4, lora=LoraConfig())
     assert (open_stages(settings), safe_stage(settings)) == ((1,), 1)
     assert (open_stages(LearnerConfig(num_ranks=4)), safe_stage(LearnerConfig(num_ranks=1))) == ((1, 2, 3), 3)
-
-
-def test_memory_of_a_learner_with_adapters_by_hand() -> None:
-    shape = ModelShape(
-        num_layers=2, hidden_size=8, intermediate_size=32, num_heads=4, num_kv_heads=2, head_size=2, vocab_size=10**6,
-        tied=False,
-    )  # fmt: skip
-    q_and_down = 2 * 3 * ((8 + 8) + (32 + 8))  # layers x r x (inputs + outputs of each)
-    everything = q_and_down + 2 * 3 * (2 * (8 + 4) + (8 + 8) + 2 * (8 + 32))
-    count = shape.parameters(lm_head=True)
-
-    def memory(**lora: object):
-        adapters = LoraConfig(r=3, **lora) if lora else None  # type: ignore[arg-type]
-        settings = LearnerConfig(num_ranks=2, zero_stage=2, micro_batch_tokens=1, logits_chunk_tokens=1, lora=adapters)
-        return learner_memory(settings, shape, checkpointed_layers=0, bucket_bytes=100)
-
-    whole = memory()
-    for targets, trained in [(["q_proj", "down_proj"], q_and_down), (["all-linear"], everything)]:
-        adapters = memory(target_modules=targets)
-        assert adapters.weights - whole.weights == 2 * trained
-        assert adapters.optimizer == 12 * trained / 2
-        assert whole.gradients - adapters.gradients == 2 * (count - trained) / 2
-        assert adapters.other - whole.other == 32 * 8 * 10, "the largest layer: float32 twice, and rounded"
-        assert adapters.training < whole.training, "the head's weight has no gradient"
-    assert memory(target_modules=["unheard_of"]).optimizer == 12 * 2 * 3 * (8 + 32) / 2
 
 
 SCRIPT = """

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from actors.weights.channel import NUM_SLOTS
-from rlhf.config import Config, LearnerConfig
+from rlhf.config import Config, LearnerConfig, LoraConfig
 from rlhf.errors import ConfigError
 from rlhf.planning.fit import plan_memory
 from rlhf.planning.memory import (
@@ -701,3 +701,28 @@ def test_only_the_sender_of_a_publish_holds_its_buckets(tmp_path: Path) -> None:
 
 def test_unknown_models_are_not_predicted() -> None:
     assert plan_memory(load_config(CONF / "grpo_0.5b_1gpu.yaml", ["model.path=/nowhere"]), 80 * GIB) is None
+
+
+def test_memory_of_a_learner_with_adapters_by_hand() -> None:
+    shape = ModelShape(
+        num_layers=2, hidden_size=8, intermediate_size=32, num_heads=4, num_kv_heads=2, head_size=2, vocab_size=10**6,
+        tied=False,
+    )  # fmt: skip
+    q_and_down = 2 * 3 * ((8 + 8) + (32 + 8))  # layers x r x (inputs + outputs of each)
+    everything = q_and_down + 2 * 3 * (2 * (8 + 4) + (8 + 8) + 2 * (8 + 32))
+    count = shape.parameters(lm_head=True)
+
+    def memory(**lora: object):
+        adapters = LoraConfig(r=3, **lora) if lora else None  # type: ignore[arg-type]
+        settings = LearnerConfig(num_ranks=2, zero_stage=2, micro_batch_tokens=1, logits_chunk_tokens=1, lora=adapters)
+        return learner_memory(settings, shape, checkpointed_layers=0, bucket_bytes=100)
+
+    whole = memory()
+    for targets, trained in [(["q_proj", "down_proj"], q_and_down), (["all-linear"], everything)]:
+        adapters = memory(target_modules=targets)
+        assert adapters.weights - whole.weights == 2 * trained
+        assert adapters.optimizer == 12 * trained / 2
+        assert whole.gradients - adapters.gradients == 2 * (count - trained) / 2
+        assert adapters.other - whole.other == 32 * 8 * 10, "the largest layer: float32 twice, and rounded"
+        assert whole.training - adapters.training == 8 * 8 * 10**6, "no gradient of the head's weight: 4 + 2 + 2 bytes"
+    assert memory(target_modules=["unheard_of"]).optimizer == 12 * 2 * 3 * (8 + 32) / 2
