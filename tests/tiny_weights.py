@@ -6,6 +6,7 @@ On GPUs where there are any, one for each actor that books one.
 import os
 import signal
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -28,9 +29,15 @@ NUM_BUCKETS = 21
 NEVER_S = 1e5  # a deadline that nobody may wait for: the test would not end
 
 
+class TinyModel(nn.ParameterDict):
+    """Weights by name, and no adapters beside them."""
+
+    adapters: Mapping[str, Any] = {}
+
+
 def make_model(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.ParameterDict({"embed": torch.randn(2000, 64), **{f"layer{i}": torch.randn(64, 99) for i in range(12)}})
+    return TinyModel({"embed": torch.randn(2000, 64), **{f"layer{i}": torch.randn(64, 99) for i in range(12)}})
 
 
 def own_device() -> torch.device:
