@@ -251,7 +251,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tup
         was, now = before.get(key, UNSET), after.get(key, UNSET)
         if was == now or (key in PATHS and _same_path(was, now)):
             continue
-        if was == UNSET and now is None:
+        if was == UNSET and (now is None or now is False):
             continue  # an unused key that the checkpoint's version did not have
         if key.startswith("critic.") and not ALGORITHMS[after["algorithm.name"]].critic:
             continue  # there is no critic

@@ -13,6 +13,7 @@ from torch import nn
 
 from rlhf.config import LoraConfig, require
 from rlhf.errors import ConfigError
+from rlhf.models.nf4 import Nf4Linear
 from rlhf.models.packed import PackedModel, ScalarModel
 
 ALL_LINEAR = "all-linear"
@@ -37,8 +38,12 @@ def add_adapters(model: PackedModel, config: LoraConfig, *, key: str) -> None:
         if isinstance(module, LoraLayer):
             layer: Any = module
             base = layer.get_base_layer()
-            require(type(base) is nn.Linear, f"{key}.target_modules: {name} is a {type(base).__name__}, not linear")
-            a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+            require(
+                type(base) in (nn.Linear, Nf4Linear),
+                f"{key}.target_modules: {name} is a {type(base).__name__}, not linear",
+            )
+            dtype = base.dense_dtype if isinstance(base, Nf4Linear) else base.weight.dtype
+            a, b = (side[ADAPTER].to(dtype).weight for side in (layer.lora_A, layer.lora_B))
             model.adapters[f"{name}.base_layer.weight"] = a, b, layer.scaling[ADAPTER]
     if isinstance(model, ScalarModel):
         model.lm.score.requires_grad_(True)
