@@ -27,9 +27,7 @@ def add_adapters(model: PackedModel, config: LoraConfig, *, key: str) -> None:
     """
     targets = ALL_LINEAR if ALL_LINEAR in config.target_modules else list(config.target_modules)
     head = ["score"] if isinstance(model, ScalarModel) else None
-    settings = PeftConfig(
-        r=config.r, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=targets, exclude_modules=head
-    )
+    settings = peft_config(config, target_modules=targets, exclude_modules=head)
     try:
         inject_adapter_in_model(settings, model.lm, adapter_name=ADAPTER)
     except ValueError as error:
@@ -48,6 +46,11 @@ def add_adapters(model: PackedModel, config: LoraConfig, *, key: str) -> None:
     if isinstance(model, ScalarModel):
         model.lm.score.requires_grad_(True)
     model.register_state_dict_post_hook(_drop_frozen)
+
+
+def peft_config(config: LoraConfig, **rest: Any) -> PeftConfig:
+    """PEFT's configuration; ``rest`` in its own terms."""
+    return PeftConfig(r=config.r, lora_alpha=config.alpha, lora_dropout=config.dropout, **rest)
 
 
 def _drop_frozen(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
