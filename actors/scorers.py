@@ -10,6 +10,7 @@ from actors.group import RankActor
 from rlhf.batch import Rollout, TrainBatch
 from rlhf.config import Config
 from rlhf.models.loading import load_policy, load_scalar, load_tokenizer
+from rlhf.models.nf4 import keep_in_4_bits
 from rlhf.models.scorer import FrozenScorer
 from rlhf.rewards import MODEL_NAME, RewardFunctions, Scoring, load_reward_functions
 from rlhf.rewards.model import RewardModel
@@ -36,6 +37,8 @@ class ReferenceActor(RankActor):
             trust_remote_code=config.model.trust_remote_code,
             key=key,
         )
+        if config.reference_in_4_bits:
+            keep_in_4_bits(model, device)
         self._on_shared_gpu = shares_gpu(config, device)
         self._scorer = FrozenScorer(
             model,
