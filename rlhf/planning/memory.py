@@ -190,9 +190,7 @@ def publish_bytes(config: LearnerConfig, shape: ModelShape, *, bucket_bytes: int
         return 0
     sharded = config.zero_stage == 3 and config.num_ranks > 1
     gathered = max(bucket_bytes, shape.largest_tensor * element_bytes) if sharded else 0
-    if (
-        config.lora
-    ):  # a weight (dense, if it is kept in 4 bits), it and its sum with the adapter in float32, the rounded sum
+    if config.lora:  # a weight and its sum with the adapter in float32, and the rounded sum; of 4 bits, a dense one
         dense = element_bytes if config.lora.load_in_4bit else 0
         gathered = shape.largest_linear_layer * (8 + element_bytes + dense)
     return RING_BUCKETS * bucket_bytes + gathered

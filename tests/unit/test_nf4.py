@@ -139,7 +139,7 @@ def test_memory_of_a_base_in_four_bits_by_hand() -> None:
 
     def memory(load_in_4bit: bool):
         lora = LoraConfig(load_in_4bit=load_in_4bit)
-        settings = LearnerConfig(zero_stage=1, micro_batch_tokens=1, logits_chunk_tokens=1, lora=lora)
+        settings = LearnerConfig(zero_stage=1, micro_batch_tokens=1000, logits_chunk_tokens=1, lora=lora)
         return learner_memory(settings, shape, checkpointed_layers=0, bucket_bytes=100)
 
     for whole, less in [
