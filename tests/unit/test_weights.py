@@ -53,8 +53,8 @@ def test_a_layout_survives_a_way_that_knows_lists_only(policy) -> None:
 
 
 def test_a_layout_by_hand() -> None:
-    """44 bytes hold 32 that are aligned: two rows of 12 bytes, or one with two numbers of 4."""
-    source = source_of({"a": torch.ones(5, 3), "b": torch.ones(2), "c": torch.ones((), dtype=torch.bfloat16)})
+    """44 bytes hold 32 that are aligned: two rows of 12 bytes, or two that are aligned to 16."""
+    source = source_of({"a": torch.ones(5, 3), "b": torch.ones(2, 3), "c": torch.ones((), dtype=torch.bfloat16)})
     a, b, c = ("a", "float32"), ("b", "float32"), ("c", "bfloat16")
     layout = bucket_layout(source, 44)
     assert layout == [
@@ -62,9 +62,12 @@ def test_a_layout_by_hand() -> None:
         (TensorSpec(*a, shape=(2, 3), full_shape=(5, 3), first_row=2, offset=0, num_bytes=24),),
         (
             TensorSpec(*a, shape=(1, 3), full_shape=(5, 3), first_row=4, offset=0, num_bytes=12),
-            TensorSpec(*b, shape=(2,), full_shape=(2,), first_row=0, offset=16, num_bytes=8),
+            TensorSpec(*b, shape=(1, 3), full_shape=(2, 3), first_row=0, offset=16, num_bytes=12),
         ),
-        (TensorSpec(*c, shape=(), full_shape=(), first_row=0, offset=0, num_bytes=2),),
+        (
+            TensorSpec(*b, shape=(1, 3), full_shape=(2, 3), first_row=1, offset=0, num_bytes=12),
+            TensorSpec(*c, shape=(), full_shape=(), first_row=0, offset=16, num_bytes=2),
+        ),
     ]
     for specs, pieces in walk_buckets(source, layout):
         data = pack_bucket(specs, pieces, torch.full((48,), 255, dtype=torch.uint8))
