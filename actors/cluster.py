@@ -11,7 +11,7 @@ import ray
 from actors import stacks
 from actors.connect import resolve_device
 from actors.control import RunControl
-from actors.environment import LOOPBACK, ON_LOOPBACK, actor_env
+from actors.process_env import LOOPBACK, ON_LOOPBACK, actor_env
 from actors.group import ActorGroup, Call, Deadline, Member, RankActor
 from actors.learner import CriticActor, LearnerActor
 from actors.placement import Placement

@@ -10,7 +10,7 @@ import ray
 from transformers import AutoTokenizer
 
 from actors.cluster import Cluster
-from actors.environment import PROJECT_ROOT
+from actors.process_env import PROJECT_ROOT
 from actors.group import Member, fetch
 from actors.rollouts.actor import RolloutActor
 from actors.rollouts.engine import WorkerSpec
