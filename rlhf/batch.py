@@ -34,6 +34,19 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Episode:
+    """What a rollout in an environment is beyond one completion: several turns, and what was observed between them."""
+
+    sampled: np.ndarray
+    turn_lengths: list[int]
+    turn_rewards: list[float]
+    reward: float
+    status: str
+    messages: list[dict[str, Any]]
+    notes: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Rollout:
     """One sampled completion.
 
@@ -48,6 +61,7 @@ class Rollout:
     versions: np.ndarray
     finish_reason: str
     logprobs: np.ndarray | None = None
+    episode: Episode | None = None
 
     @property
     def truncated(self) -> bool:
