@@ -174,17 +174,14 @@ def leave_one_out_of_turns(inputs: AdvantageInputs) -> Tensor:
     assert inputs.turns is not None and inputs.turn_rewards is not None
     sequence = torch.arange(len(inputs.rewards)).repeat_interleave(inputs.completion_lengths)
     turns = inputs.turns.long()
-    given = torch.zeros(len(inputs.rewards), int(turns.max()) + 1).index_put(
-        (sequence, turns), inputs.turn_rewards, True
-    )
-    at_end = inputs.rewards - given.sum(1)
-    num_turns = torch.zeros_like(given).index_put((sequence, turns), torch.ones(())).sum(1)
-    reached = torch.arange(given.shape[1]) < num_turns[:, None]
-    followed = torch.where(reached, given.flip(1).cumsum(1).flip(1) + at_end[:, None], 0.0)
-    followed = followed.masked_fill(inputs.rewards.isnan()[:, None], torch.nan)
-    return torch.stack([leave_one_out(of_turn, inputs.group_size) for of_turn in followed.unbind(1)], 1)[
-        sequence, turns
-    ]
+    by_turn = torch.zeros(len(inputs.rewards), int(turns.max()) + 1)
+    given = by_turn.index_put((sequence, turns), inputs.turn_rewards, accumulate=True)
+    reached = by_turn.index_put((sequence, turns), torch.ones(())) > 0
+    at_end = inputs.rewards - given.sum(1)  # NaN for those without a reward
+    followed = given.flip(1).cumsum(1).flip(1) + at_end[:, None]
+    followed = torch.where(reached | at_end.isnan()[:, None], followed, 0.0)
+    less_others = [leave_one_out(of_turn, inputs.group_size) for of_turn in followed.unbind(1)]
+    return torch.stack(less_others, 1)[sequence, turns]
 
 
 def reinforce_plus_plus_baseline(rewards: Tensor, group_size: int) -> Tensor:

@@ -97,8 +97,8 @@ def load_prompts(
     """Reads ``source``, applies the chat template to chats, tokenises, and drops or truncates over-long prompts.
 
     Plain prompts get the tokenizer's special tokens; a chat gets those of its template only. ``split='eval'`` keeps the
-    first ``data.eval_size`` rows. ``seed`` affects only built-in tasks; ``tools``: schemas that chats tell of. Raises DataError if the source cannot be read
-    or has no usable prompt, ConfigError if ``config`` does not fit it.
+    first ``data.eval_size`` rows. ``seed`` affects only built-in tasks; ``tools`` are schemas that chats tell of.
+    Raises DataError if the source cannot be read or has no usable prompt, ConfigError if ``config`` does not fit it.
     """
     where = f"data.{split}={source}"
     if config.task_args and all(task_name(s or "") is None for s in (source, config.train, config.eval)):

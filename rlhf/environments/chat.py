@@ -64,7 +64,8 @@ class Chat:
         self.notes: dict[str, Any] = {}
         self._prompt, self._sampler, self._template, self._tokenizer = prompt, sampler, template, tokenizer
         self._limits, self._clock, self._step_timeout_s = limits, clock, step_timeout_s
-        self._tools, self._call_format = tools, call_format
+        self._tools = tools
+        self._call_format: CallFormat | None = call_format
         self._messages: list[Message] = []
         self._context = list(prompt.token_ids)
         self._sampled: list[np.ndarray] = []  # bool, of pieces of what follows the prompt

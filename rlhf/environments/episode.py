@@ -11,7 +11,7 @@ from rlhf.config import Config
 from rlhf.environments.chat import Chat, EpisodeEnds, Limits
 from rlhf.environments.loading import load_environment, load_tools, tool_schemas
 from rlhf.environments.template import ChatTemplate
-from rlhf.environments.tools import Tools, call_format
+from rlhf.environments.tools import CallFormat, Tools, call_format
 from rlhf.environments.turns import Sampler
 from rlhf.errors import EpisodeFailedError
 from rlhf.user_code import described, place_in
@@ -31,13 +31,14 @@ class EpisodeRunner:
         schemas = tool_schemas(settings)
         self._environment = load_environment(settings)
         self._tools = Tools(load_tools(settings), num_threads=settings.episodes_per_worker)
-        self._format = call_format(tokenizer, schemas, config.data.chat_template_kwargs) if schemas else None
+        kwargs = config.data.chat_template_kwargs
+        self._format: CallFormat | None = call_format(tokenizer, schemas, kwargs) if schemas else None
         self._tokenizer = tokenizer
         self._template = ChatTemplate(
             tokenizer,
             stop_ids=stop_ids,
             date=config.data.date,
-            kwargs=config.data.chat_template_kwargs,
+            kwargs=kwargs,
             tools=schemas,
         )
         self._limits = Limits(

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from pydantic import ValidationError, validate_call
+from pydantic import TypeAdapter, ValidationError, validate_call
 
 from rlhf.data.chat import render_chat
 from rlhf.environments.template import USER, Message, tool_call
@@ -94,20 +94,18 @@ def schema(function: Callable[..., Any], key: str) -> dict[str, Any]:
 
     Raises ConfigError, naming ``key``, if it has no docstring or an argument without a type.
     """
-    from pydantic import TypeAdapter
-
     description = inspect.getdoc(function)
     if not description:
         raise ConfigError(f"{key}: {function.__name__} has no docstring, which tells the model what it does; add one")
     for parameter in inspect.signature(function).parameters.values():
         if parameter.annotation is parameter.empty:
             raise ConfigError(f"{key}: argument {parameter.name!r} of {function.__name__} has no type; annotate it")
+    typed: Any = function
     try:
-        parameters = TypeAdapter(function).json_schema()
+        parameters = TypeAdapter(typed).json_schema()
     except Exception as error:  # pydantic has many
-        raise ConfigError(
-            f"{key}: the arguments of {function.__name__} have no JSON schema: {one_line(error)}"
-        ) from error
+        why = one_line(error)
+        raise ConfigError(f"{key}: the arguments of {function.__name__} have no JSON schema: {why}") from error
     parameters.pop("additionalProperties", None)
     return {
         "type": "function",
