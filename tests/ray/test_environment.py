@@ -24,7 +24,7 @@ def once(name):
     return True
 
 async def echo(chat, secret):
-    said, message = [], None
+    said, message = chat.notes.setdefault("said", []), None
     for turn in range(2):
         reply = await chat(message)
         said.append(reply.text)
@@ -34,13 +34,12 @@ async def echo(chat, secret):
             raise ValueError("once")
         chat.reward(0.25 * turn)
         message = f"You said {len(reply.text)} letters; the number is {secret}."
-    chat.notes["said"] = said
     return 0.5
 
 def agrees(completions, said, secret):
     for messages, texts in zip(completions, said):
         assert [m["content"] for m in messages if m["role"] == "assistant"] == texts
-        assert len(messages) == 2 * len(texts) - 1
+        assert len(messages) - 2 * len(texts) in (-1, 0), "the last one may have had no room for an answer"
     return [float(number) for number in secret]
 """
 
