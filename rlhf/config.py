@@ -119,6 +119,8 @@ class AlgorithmConfig(Section, key="algorithm"):
     """What is optimised. Defaults are GRPO with DAPO's token-level normaliser, as in TRL."""
 
     name: AlgorithmName = "grpo"
+    # rloo in an environment: a token's reward is the whole episode's, or only what follows its turn
+    credit: Literal["episode", "turn"] = "episode"
     prompts_per_step: PositiveInt = 8
     group_size: PositiveInt = 8  # completions per prompt
     num_epochs: PositiveInt = 1
@@ -173,6 +175,11 @@ class AlgorithmConfig(Section, key="algorithm"):
             not self.facts.grouped or self.group_size >= 2,
             f"algorithm.group_size={self.group_size} leaves {self.name} nothing to compare within a group; "
             "use at least 2, or algorithm.name=ppo",
+        )
+        require(
+            self.credit == "episode" or (self.name == "rloo" and self.advantage is None),
+            f"algorithm.credit={self.credit} compares what followed a turn with the same of others, unscaled; use it "
+            "with algorithm.name=rloo, and without algorithm.advantage",
         )
         require(
             self.num_sequences % self.num_minibatches == 0,

@@ -40,6 +40,8 @@ class AdvantageInputs:
     old_logprobs: Tensor | None  # float32 [N], from the learner; None unless the KL is subtracted from the reward
     ref_logprobs: Tensor | None  # float32 [N], from the reference; None with algorithm.beta=0
     rollout_logprobs: Tensor | None  # float32 [N], from the sampler, NaN where not requested; None if it never was
+    turns: Tensor | None = None  # int32 [N]: which turn of its episode a token belongs to; None without an environment
+    turn_rewards: Tensor | None = None  # float32 [N], at a turn's last token; part of ``rewards``
 
     @classmethod
     def of(cls, batch: TrainBatch, rewards: Tensor, group_size: int) -> "AdvantageInputs":
@@ -54,6 +56,8 @@ class AdvantageInputs:
             old_logprobs=batch.old_logprobs,
             ref_logprobs=batch.ref_logprobs,
             rollout_logprobs=batch.rollout_logprobs,
+            turns=batch.turns,
+            turn_rewards=batch.turn_rewards,
         )
 
 
@@ -154,6 +158,29 @@ def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
         return groups - others
 
     return _by_group(rewards, group_size, less_others)
+
+
+def leave_one_out_of_turns(inputs: AdvantageInputs) -> Tensor:
+    """``leave_one_out`` turn by turn: what followed turn k, minus the mean of what followed it in the others.
+
+        G_ik = sum_{l >= k} r_il + r_i                  rewards of turn k and later, and of the end
+        A_ik = G_ik - sum_{j != i} G_jk / (G - 1)       0 for j that had ended before turn k
+
+    The baseline of a turn depends on other episodes alone, so it leaves the policy gradient unbiased (Williams 1992).
+    An average over those that got as far as turn k would not: who got there depends on what was done before.
+
+    Returns float [N]: the same for all tokens of a turn.
+    """
+    assert inputs.turns is not None and inputs.turn_rewards is not None
+    sequence = torch.arange(len(inputs.rewards)).repeat_interleave(inputs.completion_lengths)
+    turns = inputs.turns.long()
+    given = torch.zeros(len(inputs.rewards), int(turns.max()) + 1).index_put((sequence, turns), inputs.turn_rewards, True)
+    at_end = inputs.rewards - given.sum(1)
+    num_turns = torch.zeros_like(given).index_put((sequence, turns), torch.ones(())).sum(1)
+    reached = torch.arange(given.shape[1]) < num_turns[:, None]
+    followed = torch.where(reached, given.flip(1).cumsum(1).flip(1) + at_end[:, None], 0.0)
+    followed = followed.masked_fill(inputs.rewards.isnan()[:, None], torch.nan)
+    return torch.stack([leave_one_out(of_turn, inputs.group_size) for of_turn in followed.unbind(1)], 1)[sequence, turns]
 
 
 def reinforce_plus_plus_baseline(rewards: Tensor, group_size: int) -> Tensor:

@@ -1,5 +1,6 @@
 """Scores of many groups: divided among replicas, joined again, each group's own."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from transformers import AutoTokenizer
 
 from actors.proxies import RewardGroup, divide
 from benchmarks.bench_learner import ragged_batch
-from rlhf.batch import Prompt, Rollout, TrainBatch
+from rlhf.batch import Episode, Prompt, Rollout, TrainBatch
 from rlhf.errors import RewardError
 from rlhf.models.loading import load_policy, load_tokenizer
 from rlhf.models.scorer import FrozenScorer
@@ -32,24 +33,63 @@ def test_every_item_goes_to_one_replica_in_order(items: list[int], count: int) -
     assert all(divided) and (not divided or max(map(len, divided)) - min(map(len, divided)) <= 1)
 
 
+WEIGHTS = {"right": 1.0, "short": 0.5, "model": 2.0, "environment": 1.0}
+
+
 class Replicas:
-    """One role's actors, without any: each completion's score is its own text, read as a number."""
+    """One role's actors, without any: each completion's score is its only token."""
 
     def __init__(self, names: Sequence[str], count: int) -> None:
-        self._names, self.count = names, count
-        self.groups: list[Sequence[str]] = []
+        self.names, self.count = names, count
+        self.groups: list[list[int]] = []
 
-    def score(self, groups: Sequence[Sequence[str]]) -> Done[list[dict[str, list[float]]]]:
-        self.groups += groups
-        return Done([{name: [float(text) for text in group] for name in self._names} for group in groups])
+    def score(self, groups: Sequence[Sequence[Rollout]]) -> Done[list[dict[str, list[float]]]]:
+        tokens = [[rollout.token_ids[0] for rollout in group] for group in groups]
+        self.groups += tokens
+        return Done([{name: [float(token) for token in group] for name in self.names} for group in tokens])
 
 
-def reward_of(*scorers: Replicas) -> RewardGroup:
-    return RewardGroup(scorers, {"right": 1.0, "short": 0.5, "model": 2.0})  # type: ignore[arg-type]
+def reward_of(*scorers: Replicas, environment: bool = False) -> RewardGroup:
+    names = [name for scorer in scorers for name in scorer.names] + (["environment"] if environment else [])
+    return RewardGroup(scorers, {name: WEIGHTS[name] for name in names})  # type: ignore[arg-type]
+
+
+def said(*tokens: int) -> list[Rollout]:
+    return [Rollout(Prompt(0, [1], ""), 0, [token], np.zeros(1, np.int32), "stop") for token in tokens]
+
+
+def episode(token: int, *turn_rewards: float, reward: float) -> Rollout:
+    lengths = [1] * len(turn_rewards)
+    told = Episode(np.ones(len(lengths), bool), lengths, list(turn_rewards), reward, "done", [], {})
+    return Rollout(Prompt(0, [1], ""), 0, [token] * len(lengths), np.zeros(len(lengths), np.int32), "stop", None, told)
+
+
+def test_an_environment_adds_what_it_gave_for_turns_and_at_the_end() -> None:
+    groups = [[episode(1, 0.5, -0.25, reward=2.0), episode(3, 0.0, reward=0.0)]]
+    (scores,) = reward_of(Replicas(["right"], 1), environment=True).score_groups(groups).result()
+    assert scores.given == {"right": [1.0, 3.0], "environment": [2.25, 0.0]}
+    assert scores.rewards.tolist() == [3.25, 3.0]
+    (alone,) = reward_of(environment=True).score_groups(groups).result()
+    assert alone.rewards.tolist() == [2.25, 0.0]
+
+
+def test_a_failed_episode_is_seen_by_no_scorer_and_has_no_reward_from_anybody() -> None:
+    failed = episode(9, 0.0, reward=math.nan)
+    groups = [[failed, episode(2, 0.0, reward=1.0)], [failed, failed], [episode(4, 0.0, reward=3.0), failed]]
+    functions = Replicas(["right"], 1)
+    given = [scores.given for scores in reward_of(functions, environment=True).score_groups(groups).result()]
+    assert functions.groups == [[2], [4]]
+    nan = math.nan
+    expected = [([nan, 2.0], [nan, 1.0]), ([nan, nan], [nan, nan]), ([4.0, nan], [3.0, nan])]
+    assert str(given) == str([{"right": right, "environment": own} for right, own in expected])
+    whole = reward_of(Replicas(["right"], 2), environment=True).score([failed, *groups[0]]).result()
+    assert str(whole.rewards.tolist()) == "[nan, nan, 3.0]"
+    nobody = reward_of(Replicas(["right"], 2), environment=True).score([failed]).result()
+    assert str(nobody.given) == "{'right': [nan], 'environment': [nan]}"
 
 
 def test_functions_and_models_join_group_by_group() -> None:
-    groups: Any = [["1", "2"], ["3"]]
+    groups = [said(1, 2), said(3)]
     first, second = reward_of(Replicas(["right", "short"], 1), Replicas(["model"], 2)).score_groups(groups).result()
     assert first.given == {"right": [1.0, 2.0], "short": [1.0, 2.0], "model": [1.0, 2.0]}
     assert first.rewards.tolist() == [3.5, 7.0]
@@ -57,12 +97,12 @@ def test_functions_and_models_join_group_by_group() -> None:
 
 
 def test_completions_that_are_no_group_are_divided_among_each_roles_replicas() -> None:
-    rollouts: Any = ["1", "2", "3", "4", "5"]
+    rollouts = said(1, 2, 3, 4, 5)
     functions, models = Replicas(["right"], 1), Replicas(["model"], 2)
     scores = reward_of(functions, models).score(rollouts).result()
     assert scores.given == {"right": [1.0, 2.0, 3.0, 4.0, 5.0], "model": [1.0, 2.0, 3.0, 4.0, 5.0]}
-    assert functions.groups == [["1", "2", "3", "4", "5"]]
-    assert [list(group) for group in models.groups] == [["1", "2"], ["3", "4", "5"]]
+    assert functions.groups == [[1, 2, 3, 4, 5]]
+    assert models.groups == [[1, 2], [3, 4, 5]]
 
 
 def test_a_frozen_model_scores_each_batch_as_if_it_came_alone(tiny_model_dir) -> None:
