@@ -1,5 +1,6 @@
 """The driver's logbook: measures phases, counts tokens, and passes each step's numbers to every writer."""
 
+import json
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from torch import Tensor
 
-from rlhf.batch import Rollout
+from rlhf.batch import Episode, Rollout
 from rlhf.config import TrackingConfig
 from rlhf.tracking.performance import find_bottleneck
 from rlhf.tracking.progress import ProgressDisplay, SampledCompletion
@@ -153,7 +154,7 @@ class Tracker:
     def _text(self, rollout: Rollout) -> str:
         """A completion as people read it; of an episode, who said what, with the rewards of turns."""
         if rollout.episode is None:
-            return str(self._tokenizer.decode(rollout.token_ids, skip_special_tokens=True))
+            return self._tokenizer.batch_decode([rollout.token_ids], skip_special_tokens=True)[0]
         return conversation(rollout.episode)
 
     def note(self, message: str) -> None:
@@ -217,7 +218,7 @@ class Tracker:
 
 
 def conversation(episode: Episode) -> str:
-    """``role: what was said``, a paragraph for each message; after the model's own, what the environment gave for it."""
+    """``role: what was said``, a paragraph for each message; after the model's own, the environment's reward for it."""
     rewards, lines = iter(episode.turn_rewards), []
     for message in episode.messages:
         said = [f"{message['role']}: {message.get('content') or ''}".rstrip()]
