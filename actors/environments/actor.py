@@ -1,11 +1,11 @@
 """The Ray actor of one environment worker."""
 
-import functools
-
 from actors.environments.episode_loop import EpisodeLoop, EpisodeReport, EpisodeTask
 from actors.group import RankActor
 from rlhf.config import Config
+from rlhf.environments import EpisodeRunner
 from rlhf.environments.turns import TurnReply
+from rlhf.models.loading import load_tokenizer, stop_ids
 
 
 class EnvironmentActor(RankActor):
@@ -18,7 +18,10 @@ class EnvironmentActor(RankActor):
 
     def start(self) -> str:
         """Loads the tokenizer and the environment; returns the IP address of the worker's node. Raises ConfigError."""
-        raise AssertionError  # written once run_episode is there
+        tokenizer = load_tokenizer(self._config.model)
+        runner = EpisodeRunner(self._config, tokenizer, stop_ids=stop_ids(self._config.model))
+        self._loop = EpisodeLoop(runner.run)
+        return self.node()
 
     def open(self, tasks: list[EpisodeTask]) -> None:
         """Begins episodes."""

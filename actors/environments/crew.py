@@ -1,8 +1,8 @@
 """Which environment worker runs which episode, and what becomes of it. The caller holds the pool's lock.
 
-An episode's turns are sampled by the rollout pool, one at a time. A rollout worker that dies costs a turn, which another
-samples again from the same context. An environment worker that dies, or an environment that fails, costs the episode:
-it begins anew, with a fresh state and the same seeds, at most ``environment.retries`` times.
+An episode's turns are sampled by the rollout pool, one at a time. A rollout worker that dies costs a turn, which
+another samples again from the same context. An environment worker that dies, or an environment that fails, costs the
+episode: it begins anew, with a fresh state and the same seeds, at most ``environment.retries`` times.
 """
 
 import time
@@ -174,9 +174,7 @@ class Crew:
         if episode.rank < 0:
             self._end(episode, failed_rollout(turn, completion))
         else:
-            reply = TurnReply(
-                completion.token_ids, completion.versions, completion.finish_reason, completion.logprobs
-            )
+            reply = TurnReply(completion.token_ids, completion.versions, completion.finish_reason, completion.logprobs)
             self._send(episode.rank, "answer", [(episode.key, reply)])
 
     def metrics(self) -> dict[str, float]:
@@ -306,7 +304,9 @@ class Crew:
         handle = self._launch(rank)
         member = self._group.members[rank] = replace(process.member, handle=handle, node="?")
         lost = list(process.episodes.values())
-        self._processes[rank] = Process(member, time.monotonic(), starting=handle.start.remote(), episodes=process.episodes)
+        self._processes[rank] = Process(
+            member, time.monotonic(), starting=handle.start.remote(), episodes=process.episodes
+        )
         for episode in reversed(lost):  # each goes to the head of those that wait
             self._again(episode, str(error).splitlines()[0])
 

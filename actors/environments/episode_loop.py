@@ -100,7 +100,8 @@ class EpisodeLoop:
         try:
             rollout = await self._run_episode(task.prompt, task.sample_index, _Turns(self, key))
         except EpisodeFailedError as error:
-            self._tell(lambda report: report.failed.append((key, str(error))))
+            why = str(error)
+            self._tell(lambda report: report.failed.append((key, why)))
         except asyncio.CancelledError:
             pass  # dropped
         except BaseException as error:

@@ -66,12 +66,8 @@ class RolloutPool:
         *,
         shares_gpus: bool,
         note: Callable[[str], None],
-        environments: Crew | None = None,
     ) -> None:
-        """``shares_gpus``: the workers sleep while the learner works. ``note`` reports what happens to them.
-
-        ``environments``: who runs the episodes if a group consists of them, rather than of single completions.
-        """
+        """``shares_gpus``: the workers sleep while the learner works. ``note`` reports what happens to them."""
         self._supervisor = Supervisor(config, factory, note)
         self._scheduler = self._supervisor.scheduler
         self._control, self._note, self._timeouts = control, note, config.timeouts
@@ -79,7 +75,7 @@ class RolloutPool:
         self._shares_gpus, self._asleep = shares_gpus, False
         self._may_start = True  # False while the learner holds the memory that a new worker needs, or is about to
         self._transport: Transport | None = None
-        self._environments = environments
+        self._environments: Crew | None = None
         self._groups: dict[int, GroupInProgress | Turn] = {}
         self._finished: dict[int, list[Rollout]] = {}
         self._load = LoadMeter(on_policy=config.rollout.max_staleness == 0)
@@ -100,13 +96,15 @@ class RolloutPool:
     def await_started(self) -> None:
         """Waits for the first workers. Raises what kept one from starting."""
         self._supervisor.await_started()
-        if self._environments:
-            self._environments.connect(self)
         self._thread.start()
 
-    def connect(self, transport: Transport) -> None:
-        """Sets how weights arrive from the learner."""
-        self._transport = transport
+    def connect(self, transport: Transport, environments: Crew | None = None) -> None:
+        """Sets how weights arrive from the learner, and who runs the episodes of an environment; without one, a group
+        consists of single completions."""
+        with self._lock:
+            self._transport, self._environments = transport, environments
+            if environments:
+                environments.connect(self)
 
     def close(self) -> None:
         """Ends the listening thread and every worker."""

@@ -167,30 +167,27 @@ def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def leave_one_out_of_turns(inputs: AdvantageInputs) -> Tensor:
-    """``leave_one_out`` turn by turn: what an episode i still got from turn k on, less the mean of the others'.
+    """``leave_one_out`` turn by turn: what followed turn k, minus the mean of what followed it in the others.
 
-        G_ik = r_i - sum_{l < k} r_il               its whole reward, less those of the turns before k
-        A_ik = G_ik - sum_{j != i} G_jk / (G - 1)   G_jk = 0 for an episode j that had ended before its turn k
+        G_ik = sum_{l >= k} r_il + r_i                  rewards of turn k and later, and of the end
+        A_ik = G_ik - sum_{j != i} G_jk / (G - 1)       0 for j that had ended before turn k
 
-    ``r_i`` holds the rewards ``r_il`` of its turns and the one at its end, from whichever source. The others' episodes
-    do not depend on what i does, so the policy gradient stays unbiased (Williams 1992). What i does decides whether it
-    gets to turn k; the number of those that did is therefore no divisor, nor is their deviation.
+    The baseline of a turn depends on other episodes alone, so it leaves the policy gradient unbiased (Williams 1992).
+    An average over those that got as far as turn k would not: who got there depends on what was done before.
 
     Returns float [N]: the same for all tokens of a turn.
     """
     assert inputs.turns is not None and inputs.turn_rewards is not None
-    sequence, turns = (
-        torch.arange(len(inputs.rewards)).repeat_interleave(inputs.completion_lengths),
-        inputs.turns.long(),
-    )
-    per_turn = torch.zeros(len(inputs.rewards), int(turns.max()) + 1)
-    before = per_turn.index_put((sequence, turns), inputs.turn_rewards, accumulate=True).cumsum(1).roll(1, 1)
-    before[:, 0] = 0.0
-    reached = per_turn.bool().index_put((sequence, turns), torch.tensor(True))
-    rest = inputs.rewards[:, None] - before
-    rest = torch.where(reached | rest.isnan(), rest, 0.0)
-    by_turn = torch.stack([leave_one_out(of_turn, inputs.group_size) for of_turn in rest.unbind(1)], 1)
-    return by_turn[sequence, turns]
+    sequence = torch.arange(len(inputs.rewards)).repeat_interleave(inputs.completion_lengths)
+    turns = inputs.turns.long()
+    by_turn = torch.zeros(len(inputs.rewards), int(turns.max()) + 1)
+    given = by_turn.index_put((sequence, turns), inputs.turn_rewards, accumulate=True)
+    reached = by_turn.index_put((sequence, turns), torch.ones(())) > 0
+    at_end = inputs.rewards - given.sum(1)  # NaN for those without a reward
+    followed = given.flip(1).cumsum(1).flip(1) + at_end[:, None]
+    followed = torch.where(reached | at_end.isnan()[:, None], followed, 0.0)
+    less_others = [leave_one_out(of_turn, inputs.group_size) for of_turn in followed.unbind(1)]
+    return torch.stack(less_others, 1)[sequence, turns]
 
 
 def reinforce_plus_plus_baseline(rewards: Tensor, group_size: int) -> Tensor:

@@ -1,8 +1,8 @@
 """Proximal Policy Optimization for language models (Schulman et al. 2017, arXiv 1707.06347; Ziegler et al. 2019).
 
 The reward of a token is ``-beta * KL`` to the reference, plus the completion's score at its last token; what an
-environment gave for a turn comes at the turn's last token instead, and counts once. Advantages and returns come from
-generalised advantage estimation over the critic's values.
+environment gave for a turn comes at that turn's last token instead. Advantages and returns come from generalised
+advantage estimation over the critic's values.
 """
 
 from typing import Any

@@ -12,12 +12,12 @@ class TurnRequest:
 
     token_ids: list[int]  # the whole context: the prompt, replies and observations since
     max_tokens: int
-    turn: int
+    turn: int  # 0, 1, ...
 
 
 @dataclass(frozen=True)
 class TurnReply:
-    """What was sampled."""
+    """What was sampled. The fields are those of ``rlhf.batch.Rollout``."""
 
     token_ids: list[int]
     versions: np.ndarray
@@ -26,6 +26,8 @@ class TurnReply:
 
 
 class Sampler(Protocol):
-    """Samples the turns of an episode."""
+    """Samples the turns of one episode."""
 
-    async def sample(self, request: TurnRequest) -> TurnReply: ...
+    async def sample(self, request: TurnRequest) -> TurnReply:
+        """May take long, and may be cancelled with the episode."""
+        ...

@@ -218,7 +218,7 @@ class Tracker:
 
 
 def conversation(episode: Episode) -> str:
-    """``role: what was said``, a paragraph for each message; after the model's own, the environment's reward for it."""
+    """``role: what was said``, a paragraph for each message; after the model's own, what its environment gave."""
     rewards, lines = iter(episode.turn_rewards), []
     for message in episode.messages:
         said = [f"{message['role']}: {message.get('content') or ''}".rstrip()]

@@ -212,9 +212,7 @@ def test_an_episode_that_keeps_failing_is_left_out_and_said_so(stage: MakeStage)
     for attempt in range(2):
         scene.report(0, failed=[(f"0.0.{attempt}", "game.py:7: ValueError: no dice")])
         scene.crew.open(most=9, version=3)
-    assert scene.notes == [
-        "environments: prompt 0, episode 0 failed 2 times; at last: game.py:7: ValueError: no dice"
-    ]
+    assert scene.notes == ["environments: prompt 0, episode 0 failed 2 times; at last: game.py:7: ValueError: no dice"]
     ((turn_id, turn),) = scene.turns.items()
     assert turn.asked == TurnRequest(PROMPTS[0].token_ids, 1, 0)
     scene.sampled(turn_id, [6])
