@@ -104,7 +104,7 @@ class TrainBatch:
 
     tokens: Tensor  # int64 [T]: each sequence's prompt, then its completion, observations included
     prompt_lengths: Tensor  # int64 [S]
-    completion_lengths: Tensor  # int64 [S]
+    completion_lengths: Tensor  # int64 [S], in sampled tokens
     truncated: Tensor  # bool [S]
     versions: Tensor  # int32 [N]
     rewards: Tensor | None = None  # float32 [S], NaN where none was given
@@ -242,6 +242,7 @@ def _episode_tensors(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
     for rollout in rollouts:
         episode, num_tokens = rollout.episode, len(_tail(rollout))
         assert episode is not None, "episodes and single completions are never in one batch"
+        assert len(episode.sampled) == len(rollout.token_ids), "each token was sampled or observed"
         assert sum(episode.turn_lengths) == episode.sampled.sum() == rollout.num_sampled, "turns are what was sampled"
         assert len(episode.turn_rewards) == len(episode.turn_lengths)
         sampled += [np.zeros(len(rollout.prompt.token_ids), bool), episode.sampled[:num_tokens]]

@@ -27,20 +27,24 @@ class AdvantageInputs:
     """An estimator's inputs: the S completions of a training step, with N tokens in total. Read-only.
 
     Completions of one prompt are neighbours. Per-token tensors hold the completions concatenated, delimited by
-    ``completion_lengths``; T also counts the prompts, each before its completion. All are on the CPU.
+    ``completion_lengths``; T also counts the prompts, each before its completion. In an environment a completion is
+    what the model sampled, in all turns; T then counts what it observed between them, too. All are on the CPU.
     """
 
     rewards: Tensor  # float32 [S], clipped and, with rloo, minus the KL; NaN where none was given
     group_size: int  # completions per prompt; divides S
     completion_lengths: Tensor  # int64 [S]
     truncated: Tensor  # bool [S]: cut at the length limit
-    tokens: Tensor  # int64 [T]: prompt then completion, sequence after sequence
+    tokens: Tensor  # int64 [T]: prompt then completion and observations, sequence after sequence
     prompt_lengths: Tensor  # int64 [S]
     versions: Tensor  # int32 [N]: of the weights that sampled each token
     old_logprobs: Tensor | None  # float32 [N], from the learner; None unless the KL is subtracted from the reward
     ref_logprobs: Tensor | None  # float32 [N], from the reference; None with algorithm.beta=0
     rollout_logprobs: Tensor | None  # float32 [N], from the sampler, NaN where not requested; None if it never was
-    turns: Tensor | None = None  # int32 [N]: which turn of its episode a token belongs to; None without an environment
+    # None without an environment:
+    sampled: Tensor | None = None  # bool [T]: the completions' tokens among ``tokens``; the others were given
+    tail_lengths: Tensor | None = None  # int64 [S]: all tokens after the prompt
+    turns: Tensor | None = None  # int32 [N]: which turn of its episode a token belongs to
     turn_rewards: Tensor | None = None  # float32 [N], at a turn's last token; part of ``rewards``
 
     @classmethod
@@ -56,6 +60,8 @@ class AdvantageInputs:
             old_logprobs=batch.old_logprobs,
             ref_logprobs=batch.ref_logprobs,
             rollout_logprobs=batch.rollout_logprobs,
+            sampled=batch.sampled,
+            tail_lengths=batch.tail_lengths,
             turns=batch.turns,
             turn_rewards=batch.turn_rewards,
         )

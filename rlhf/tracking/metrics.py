@@ -69,14 +69,14 @@ def length_metrics(rollouts: Sequence[Rollout]) -> Metrics:
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> Metrics:
-    """Turns and observed tokens of an episode, and ``episodes/<status>``: the share that ended so; none without any."""
+    """Turns and observed tokens of an episode, and the share of them that ended in each way; none without any."""
     if not episodes:
         return {}
     turns = [len(episode.turn_lengths) for episode in episodes]
     statuses = [episode.status for episode in episodes]
     return {
-        "episodes/mean_turns": statistics.fmean(turns),
-        "episodes/max_turns": float(max(turns)),
-        "episodes/mean_observed_tokens": statistics.fmean(float((~episode.sampled).sum()) for episode in episodes),
-        **{f"episodes/{status}": statuses.count(status) / len(statuses) for status in STATUSES},
+        "episodes/turns/mean": statistics.fmean(turns),
+        "episodes/turns/max": float(max(turns)),
+        "episodes/observed_tokens/mean": statistics.fmean(float((~episode.sampled).sum()) for episode in episodes),
+        **{f"episodes/status/{status}": statuses.count(status) / len(statuses) for status in STATUSES},
     }

@@ -154,7 +154,7 @@ class Tracker:
     def _text(self, rollout: Rollout) -> str:
         """A completion as people read it; of an episode, who said what, with the rewards of turns."""
         if rollout.episode is None:
-            return str(self._tokenizer.decode(rollout.token_ids, skip_special_tokens=True))
+            return self._tokenizer.batch_decode([rollout.token_ids], skip_special_tokens=True)[0]
         return conversation(rollout.episode)
 
     def note(self, message: str) -> None:
