@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from actors.cluster import reward_weights
 from actors.proxies import RewardGroup, divide
 from actors.scorers import RewardActor
 from benchmarks.bench_learner import ragged_batch
 from rlhf.batch import Episode, Prompt, Rollout, TrainBatch
+from rlhf.config import RewardFunctionConfig
 from rlhf.errors import RewardError
 from rlhf.models.loading import load_policy, load_tokenizer
 from rlhf.models.scorer import FrozenScorer
@@ -73,6 +76,16 @@ def test_an_environment_adds_what_it_gave_for_turns_and_at_the_end() -> None:
     assert scores.rewards.tolist() == [3.25, 3.0]
     (alone,) = reward_of(environment=True).score_groups(groups).result()
     assert alone.rewards.tolist() == [2.25, 0.0]
+
+
+def test_tools_alone_give_no_reward() -> None:
+    config = load_config(CONF / "guess_tiny.yaml")
+    assert config.environment is not None
+    assert reward_weights(config) == {"environment": 1.0}
+    function = RewardFunctionConfig("exact_match", weight=0.5)
+    tools = replace(config.environment, path=None, tools=["calc.py:calculate"])
+    config = replace(config, environment=tools, reward=replace(config.reward, functions=[function]))
+    assert reward_weights(config) == {"exact_match": 0.5}
 
 
 def test_a_failed_episode_is_seen_by_no_scorer_and_has_no_reward_from_anybody() -> None:
