@@ -20,7 +20,7 @@ from jobs.runs import (
     stops_at_step_end,
     summarise,
 )
-from jobs.validate import check_families, check_rewards
+from jobs.validate import check_environment, check_families, check_rewards
 from rlhf.algorithms import check_algorithm, make_algorithm
 from rlhf.batch import Prompt
 from rlhf.checkpoint import CheckpointStore
@@ -29,6 +29,7 @@ from rlhf.config import Config
 from rlhf.data.prompt_stream import PromptStream
 from rlhf.data.prompts import PromptSet, load_prompts
 from rlhf.driver import Driver
+from rlhf.environments import tool_schemas
 from rlhf.models.loading import load_tokenizer
 from rlhf.planning.shapes import ModelShape
 from rlhf.recipes import validate_model
@@ -59,10 +60,12 @@ def train_holding(lock: RunLock, config: Config) -> dict[str, Any]:
     check_algorithm(config.algorithm)
     checkpoints = CheckpointStore(config.run_dir, keep=config.checkpoint.keep, lock=lock)
     config, state = find_start(config, checkpoints)
-    load = partial(load_prompts, config=config.data, tokenizer=tokenizer, seed=config.seed)
+    tools = tool_schemas(config.environment) if config.environment else ()
+    load = partial(load_prompts, config=config.data, tokenizer=tokenizer, seed=config.seed, tools=tools)
     prompts = load(config.data.train, split="train")
     eval_prompts = None if config.data.eval is None else load(config.data.eval, split="eval")
     check_rewards(config, prompts, eval_prompts)
+    check_environment(config, tokenizer, prompts, eval_prompts)
     this_run = describe_run(config, tokenizer, data=prompts.fingerprint(), num_steps=config.num_steps)
     run_dir = begin(config, checkpoints, state, this_run)
     new_tracker = partial(Tracker, config.tracking, run_dir, num_steps=config.num_steps, tokenizer=tokenizer)

@@ -1,9 +1,13 @@
 """Finds mistakes in a run's models and reward functions before Ray starts."""
 
+from transformers import PreTrainedTokenizerBase
+
 from rlhf.config import Config
 from rlhf.data.prompts import PromptSet
+from rlhf.environments import EpisodeRunner, load_environment
 from rlhf.errors import DataError
 from rlhf.models.families import load_model_config
+from rlhf.models.loading import stop_ids
 from rlhf.rewards import RewardFunctions, load_reward_functions
 
 
@@ -29,14 +33,36 @@ def check_rewards(config: Config, prompts: PromptSet, eval_prompts: PromptSet | 
     functions = RewardFunctions(
         load_reward_functions(config.reward.functions), timeout_s=config.reward.function_timeout_s
     )
+    for name, needed in functions.required_columns().items():
+        if config.environment is None:  # else it may note what they need, in every episode
+            _check_columns(needed, f"reward function {name}", prompts, eval_prompts)
+
+
+def check_environment(
+    config: Config, tokenizer: PreTrainedTokenizerBase, prompts: PromptSet, eval_prompts: PromptSet | None
+) -> None:
+    """Loads the environment and its tools as the workers will. Raises ConfigError for them or the chat template,
+    DataError for data that they cannot use."""
+    if config.environment is None:
+        return
+    EpisodeRunner(config, tokenizer, stop_ids=stop_ids(config.model))
+    environment = load_environment(config.environment)
+    _check_columns(environment.required_columns, environment.path, prompts, eval_prompts)
     for split, data in {"train": prompts, "eval": eval_prompts}.items():
-        for name, needed in functions.required_columns().items():
-            for column in sorted(needed) if data else ():
-                _check_column(column, name, data, f"data.{split}={data.source}")
+        if data is not None and data.chats is None:
+            raise DataError(
+                f"data.{split}={data.source}: an environment needs chats: prompts that are lists of messages"
+            )
 
 
-def _check_column(column: str, function: str, data: PromptSet, where: str) -> None:
-    needs = f'"{column}", which reward function {function} needs'
+def _check_columns(needed: set[str], who: str, prompts: PromptSet, eval_prompts: PromptSet | None) -> None:
+    for split, data in {"train": prompts, "eval": eval_prompts}.items():
+        for column in sorted(needed) if data else ():
+            _check_column(column, who, data, f"data.{split}={data.source}")
+
+
+def _check_column(column: str, who: str, data: PromptSet, where: str) -> None:
+    needs = f'"{column}", which {who} needs'
     if column not in data.columns:
         others = ", ".join(data.columns) or "none"
         raise DataError(f"{where}: has no column {needs} (its columns: {others}); rename one, or set it in kwargs")

@@ -55,7 +55,7 @@ RULES = (
         learner.micro_batch_tokens learner.logits_chunk_tokens learner.compile
         learner.checkpointed_layers learner.offload_when_idle learner.float32_gradients
         reference.num_ranks reference.micro_batch_tokens reference.cpus_per_rank
-        reward.num_workers reward.function_timeout_s
+        reward.num_workers reward.function_timeout_s environment.num_workers environment.episodes_per_worker
         reward.model.num_ranks reward.model.micro_batch_tokens reward.model.cpus_per_rank
         rollout.num_workers rollout.extra_kinds rollout.autoscale.* rollout.max_failures rollout.tensor_parallel_size
         rollout.gpu_memory_fraction rollout.cpu_kv_cache_mib rollout.max_num_seqs rollout.enforce_eager
@@ -90,6 +90,8 @@ RULES = (
         """
         rollout.max_completion_tokens rollout.temperature rollout.top_p rollout.top_k rollout.stop rollout.ignore_eos
         rollout.eval_temperature rollout.seed_requests rollout.max_staleness
+        environment.path environment.tools environment.max_turns environment.max_context_tokens
+        environment.step_timeout_s environment.retries environment.on_failure
         """,
     ),
     Rule(
@@ -107,7 +109,7 @@ RULES = (
         "refuse",
         "the optimizer's moments and the critic come from that objective",
         """
-        algorithm.name algorithm.advantage algorithm.loss algorithm.loss_type algorithm.scale_rewards
+        algorithm.name algorithm.advantage algorithm.loss algorithm.loss_type algorithm.scale_rewards algorithm.credit
         algorithm.importance_sampling_level
         algorithm.kl_bias_correction algorithm.kl_estimator algorithm.whiten_advantages
         """,

@@ -7,6 +7,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -115,3 +116,12 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
             f"model.path={model.path}: no tokenizer can be loaded from there ({str(error).splitlines()[0]}); give a "
             "Hugging Face directory, or a hub id that this machine can reach"
         ) from error
+
+
+def stop_ids(model: ModelConfig) -> list[int]:
+    """The tokens with which its generation configuration says that a reply ends; none if it has no such file."""
+    try:
+        found = GenerationConfig.from_pretrained(model.path).eos_token_id
+    except OSError:
+        return []
+    return list(found) if isinstance(found, list) else [] if found is None else [found]
