@@ -605,7 +605,9 @@ def test_more_abstained_than_allowed_ends_the_run() -> None:
     )
     with pytest.raises(RewardError, match="have no reward: all weights are 0; "):
         Scores({"a": given}, {"a": 0.0}).check_abstained(0.5)
-    failed = r"have no reward: their episodes failed, as noted above; mend the environment, drop those"
+    failed = (
+        r"have no reward: their episodes failed, as noted above; mend the environment, drop those prompts, or raise"
+    )
     with pytest.raises(RewardError, match=failed):
         Scores({"a": given, "environment": given}, {"a": 1.0, "environment": 1.0}).check_abstained(0.5)
 
