@@ -22,10 +22,14 @@ class EpisodeEnds(BaseException):
 
 @dataclass(frozen=True)
 class Reply:
-    """What the model said in a turn. ``text`` is without its tool calls, and without special tokens."""
+    """What the model said in a turn. ``text`` is without its tool calls, and without special tokens.
+
+    ``truncated``: it was cut at ``rollout.max_completion_tokens`` or the end of the context, and is the last.
+    """
 
     text: str
     tool_calls: tuple[ToolCall, ...] = ()
+    truncated: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ class Chat:
         """The model's next reply, after ``message``: a user's text, a message, or several.
 
         With ``environment.tools``, calls in a reply are made, and it goes on with what they returned, until a reply
-        without any. Raises EpisodeEnds if the episode's turns or its context are used up, or a reply was cut.
+        without any. Raises EpisodeEnds if the episode's turns or its context are used up, or the last reply was cut.
         """
         if message is not None:
             self._observe(as_messages(message))
@@ -138,18 +142,18 @@ class Chat:
         reply = self._read(turn)
         calls = [call.message() for call in reply.tool_calls]
         self._messages.append({"role": "assistant", "content": reply.text} | ({"tool_calls": calls} if calls else {}))
-        if turn.finish_reason == "length":
+        if reply.truncated:
             self.ended = "length" if max_tokens < room else "context"
-            raise EpisodeEnds
         return reply
 
     def _read(self, turn: TurnReply) -> Reply:
         text = str(self._tokenizer.decode(turn.token_ids, skip_special_tokens=True))
+        if turn.finish_reason == "length":
+            return Reply(text, truncated=True)
         if self._call_format is None:
             return Reply(text)
         # with special tokens, which mark calls in some families, but for the one that ended the reply
-        ended = turn.token_ids[:-1] if turn.finish_reason == "stop" else turn.token_ids
-        said, calls = find_calls(str(self._tokenizer.decode(ended)), self._call_format)
+        said, calls = find_calls(str(self._tokenizer.decode(turn.token_ids[:-1])), self._call_format)
         return Reply(said, tuple(calls)) if calls else Reply(text)
 
     def rollout(self, sample_index: int, status: Status, reward: float) -> Rollout:

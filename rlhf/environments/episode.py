@@ -48,7 +48,8 @@ class EpisodeRunner:
         )
 
     async def run(self, prompt: Prompt, sample_index: int, sampler: Sampler) -> Rollout:
-        """One episode. If it ends for want of turns, of room or of time, its turns' rewards are all it gets.
+        """One episode. If its environment is ended for want of turns, of room or of time, all it gets is its turns'
+        rewards.
 
         Raises EpisodeFailedError if the environment raised, or was late before the model had said anything.
         """
@@ -79,7 +80,7 @@ class EpisodeRunner:
         if not chat.num_turns:
             raise EpisodeFailedError(f"{self._environment.path}: it ended before the model had said anything")
         status: Status = chat.ended or "done"
-        return chat.rollout(sample_index, status, reward if status == "done" else 0.0)
+        return chat.rollout(sample_index, status, reward)
 
     async def _reward(self, chat: Chat, prompt: Prompt) -> float:
         """What the environment returns; 0 if nothing."""
