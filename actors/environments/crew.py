@@ -108,6 +108,7 @@ class Process:
     collecting: ray.ObjectRef | None = None
     pending: set[ray.ObjectRef] = field(default_factory=set)
     episodes: dict[str, OpenEpisode] = field(default_factory=dict)
+    replies: list[tuple[str, TurnReply]] = field(default_factory=list)  # not sent yet
 
     def refs(self) -> list[ray.ObjectRef]:
         """The calls in flight."""
@@ -167,7 +168,7 @@ class Crew:
             self._send(rank, "open", batch)
 
     def answer(self, turn: Turn, worker: int, completion: Completion) -> None:
-        """Takes a turn that rollout worker ``worker`` sampled."""
+        """Takes a turn that rollout worker ``worker`` sampled; ``flush`` sends it."""
         episode = turn.episode
         episode.turn_id = None
         episode.home, episode.cached_tokens = worker, len(turn.asked.token_ids) + len(completion.token_ids)
@@ -175,7 +176,14 @@ class Crew:
             self._end(episode, failed_rollout(turn, completion))
         else:
             reply = TurnReply(completion.token_ids, completion.versions, completion.finish_reason, completion.logprobs)
-            self._send(episode.rank, "answer", [(episode.key, reply)])
+            self._processes[episode.rank].replies.append((episode.key, reply))
+
+    def flush(self) -> None:
+        """Sends the replies that have come, to each worker in one call."""
+        for rank, process in self._processes.items():
+            if process.replies:
+                replies, process.replies = process.replies, []
+                self._send(rank, "answer", replies)
 
     def metrics(self) -> dict[str, float]:
         """What has gone wrong since the run began."""

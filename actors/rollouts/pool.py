@@ -347,6 +347,7 @@ class RolloutPool:
                         for accepted in self._supervisor.hear(refs[ref], ref):
                             self._take(*accepted)
                     if self._environments:
+                        self._environments.flush()
                         self._open_episodes()
                     if time.monotonic() - self._looked_s >= LOOK_S * len(self._scheduler.workers):
                         self._look_around()

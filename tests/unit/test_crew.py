@@ -95,6 +95,7 @@ class Stage:
     def sampled(self, turn_id: int, token_ids: list[int], *, worker: int = 0) -> None:
         versions = np.full(len(token_ids), 3, np.int32)
         self.crew.answer(self.turns.pop(turn_id), worker, Completion("", token_ids, "stop", None, versions))
+        self.crew.flush()
 
     def opened(self, rank: int) -> list[str]:
         return [task.key for (batch,) in self.actors[rank].given("open") for task in batch]
@@ -273,3 +274,18 @@ def test_an_episode_that_ends_proves_that_workers_can(stage: MakeStage) -> None:
         scene.crew.open(most=9, version=3)
         if i == 2:
             scene.report(0, finished=[(scene.opened(0)[-1], ended(1))])
+
+
+def test_replies_that_came_together_go_out_in_one_call_to_each_worker(stage: MakeStage) -> None:
+    scene = stage()
+    scene.submit(PROMPTS[0], PROMPTS[1])
+    scene.report(0, turns=[(key, TurnRequest([1], 9, 0)) for key in ("0.0.0", "1.0.0")])
+    for turn_id, token in zip(list(scene.turns), (7, 8), strict=True):
+        versions = np.zeros(1, np.int32)
+        scene.crew.answer(scene.turns.pop(turn_id), 0, Completion("", [token], "stop", None, versions))
+    assert not scene.actors[0].given("answer")
+    scene.crew.flush()
+    scene.crew.flush()
+    ((replies,),) = scene.actors[0].given("answer")
+    assert [(key, reply.token_ids) for key, reply in replies] == [("0.0.0", [7]), ("1.0.0", [8])]
+    assert not scene.actors[1].given("answer")

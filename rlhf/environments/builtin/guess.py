@@ -7,17 +7,21 @@ from rlhf.rewards.functions import last_number
 if TYPE_CHECKING:
     from rlhf.environments.chat import Chat
 
-NUMBER = 0.1  # for a reply that has a number at all
-MISSED = -0.05
+MISSED = -0.05  # a guess that was wrong
+SAID_NONE = -0.1  # a reply without a number
+CUT = -0.1  # a reply that did not end
 
 
 async def guess(chat: "Chat", secret: int, num_guesses: int) -> float:
-    """1 for the number; every turn before it costs a little, one without a number a little more."""
+    """1 for the number; every reply before it costs a little, one that is not a guess more."""
     hint = None
     for _ in range(num_guesses):
-        number = last_number((await chat(hint)).text)
+        reply = await chat(hint)
+        number = last_number(reply.text)
+        if reply.truncated:
+            chat.reward(CUT)
         if number == secret:
             return 1.0
-        chat.reward(MISSED if number is None else MISSED + NUMBER)
+        chat.reward(SAID_NONE if number is None else MISSED)
         hint = "Say a number." if number is None else "Higher." if number < secret else "Lower."
     return 0.0
