@@ -642,12 +642,15 @@ class Config(Section, key=""):
             "reward: nothing gives a reward; set reward.functions (e.g. [{path: exact_match}]) or reward.model.path",
         )
         self._check_environment()
+        longest = "data.max_prompt_tokens + rollout.max_completion_tokens"
+        if self.environment is not None:
+            longest = "environment.max_context_tokens"
         for role in ("learner", "critic", "reference"):
             budget = getattr(self, role).micro_batch_tokens
             require(
                 budget >= self.max_sequence_tokens,
-                f"{role}.micro_batch_tokens={budget} cannot hold one sequence of data.max_prompt_tokens + "
-                f"rollout.max_completion_tokens = {self.max_sequence_tokens}; use at least that",
+                f"{role}.micro_batch_tokens={budget} cannot hold one sequence of {longest} = "
+                f"{self.max_sequence_tokens}; use at least that",
             )
         self._check_completions()
         self._check_warmup()

@@ -75,6 +75,7 @@ class Chat:
         self._sampled: list[np.ndarray] = []  # bool, of pieces of what follows the prompt
         self._turns: list[TurnReply] = []
         self._rewards: list[float] = []
+        self._sampling = False
         self.ended: Status | None = None  # why there can be no further turn
 
     @property
@@ -132,10 +133,14 @@ class Chat:
             self.ended = "context"
         if self.ended is not None:
             raise EpisodeEnds
+        if self._sampling:
+            raise ValueError("two calls of chat() at once; await one before the next")
         max_tokens = min(self._limits.max_completion_tokens, room)
         self._clock.reschedule(None)
+        self._sampling = True
         turn = await self._sampler.sample(TurnRequest(list(self._context), max_tokens, len(self._turns)))
         self._clock.reschedule(asyncio.get_running_loop().time() + self._step_timeout_s)
+        self._sampling = False
         self._turns.append(turn)
         self._rewards.append(0.0)
         self._context += turn.token_ids

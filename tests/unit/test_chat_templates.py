@@ -98,7 +98,7 @@ def speaking(name: str, tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedT
     tokenizer.add_special_tokens({"additional_special_tokens": special})
     tokenizer.eos_token = "<|endoftext|>" if name.startswith("phi") else family.stop
     tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
-    return tokenizer, [int(i) for i in tokenizer.convert_tokens_to_ids(stops)]
+    return tokenizer, [ids_of(tokenizer, stop)[0] for stop in stops]
 
 
 def shown(tokenizer: PreTrainedTokenizerBase, chat: Any, *, tools: bool, generate: bool = True) -> str:
