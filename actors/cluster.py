@@ -316,4 +316,5 @@ def reward_weights(config: Config) -> dict[str, float]:
     """The weight of every reward in the sum, by metric name."""
     weights = {function.name: function.weight for function in load_reward_functions(config.reward.functions)}
     weights |= {MODEL_NAME: config.reward.model.weight} if config.reward.model else {}
-    return weights | ({ENVIRONMENT_NAME: 1.0} if config.environment else {})
+    # tools alone reward nothing: a 0 for that would count where the functions abstain
+    return weights | ({ENVIRONMENT_NAME: 1.0} if config.environment and config.environment.path else {})

@@ -10,7 +10,10 @@ from transformers import PreTrainedTokenizerBase
 from actors.group import RankActor
 from rlhf.batch import Prompt, Rollout, TrainBatch
 from rlhf.config import Config
+from rlhf.data.columns import ARGUMENTS
+from rlhf.errors import RewardError
 from rlhf.models.loading import load_policy, load_scalar, load_tokenizer
+from rlhf.models.nf4 import keep_in_4_bits
 from rlhf.models.scorer import FrozenScorer
 from rlhf.rewards import MODEL_NAME, RewardFunctions, Scoring, load_reward_functions
 from rlhf.rewards.functions import Completion
@@ -38,6 +41,8 @@ class ReferenceActor(RankActor):
             trust_remote_code=config.model.trust_remote_code,
             key=key,
         )
+        if config.reference_in_4_bits:
+            keep_in_4_bits(model, device)
         self._on_shared_gpu = shares_gpu(config, device)
         self._scorer = FrozenScorer(
             model,
@@ -141,8 +146,14 @@ def completions(tokenizer: PreTrainedTokenizerBase, rollouts: Sequence[Rollout])
 
 
 def noted(rollout: Rollout) -> Prompt:
-    """Its prompt, with what its environment noted as further columns."""
+    """Its prompt, with what its environment noted as further columns. Raises RewardError if a note hides another."""
     prompt = rollout.prompt
     if rollout.episode is None or not rollout.episode.notes:
         return prompt
-    return replace(prompt, columns={**prompt.columns, **rollout.episode.notes})
+    notes = rollout.episode.notes
+    if hidden := sorted(notes.keys() & {*prompt.columns, *ARGUMENTS}):
+        raise RewardError(
+            f"environment: chat.notes[{hidden[0]!r}] would hide what reward functions get by that name; give the note "
+            "another"
+        )
+    return replace(prompt, columns={**prompt.columns, **notes})

@@ -266,6 +266,9 @@ class LoraConfig:
     dropout: DecayRate = 0.0
     # names of linear layers, such as q_proj; all-linear: every one but the head
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    # QLoRA: the frozen weights of all linear layers but the head are rounded to 4 bits (NF4), and it is these that
+    # everybody samples from, trains on and compares with
+    load_in_4bit: bool = False
 
 
 @dataclass(frozen=True)
@@ -763,6 +766,11 @@ class Config(Section, key=""):
     def uses_reference(self) -> bool:
         """Whether a reference model is created at all."""
         return self.algorithm.beta > 0
+
+    @property
+    def reference_in_4_bits(self) -> bool:
+        """Whether the reference is the policy's own base, which is kept in four bits."""
+        return bool(self.learner.lora and self.learner.lora.load_in_4bit) and self.reference.path is None
 
     @property
     def uses_critic(self) -> bool:

@@ -163,11 +163,11 @@ def describe_run(
     """
     fingerprints = {
         "tokenizer": tokenizer_fingerprint(tokenizer),
-        "model": _shape_fingerprint(config.model.path, "model.path"),
+        "model": model_fingerprint(config.model.path, "model.path"),
         "data": data,
     }
     if isinstance(config, Config) and config.uses_critic:
-        fingerprints["critic"] = _shape_fingerprint(config.critic.path or config.model.path, "critic.path")
+        fingerprints["critic"] = model_fingerprint(config.critic.path or config.model.path, "critic.path")
     plain = json.loads(json.dumps(asdict(config), default=str))
     sources = _source_digests(config) if isinstance(config, Config) else {}
     return {"config": plain, "fingerprints": fingerprints, "sources": sources, "num_steps": num_steps}
@@ -186,7 +186,7 @@ def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     return _digest([tokenizer.get_vocab(), added, tokenizer.special_tokens_map, tokenizer.chat_template])
 
 
-def _shape_fingerprint(path: str, key: str) -> str:
+def model_fingerprint(path: str, key: str) -> str:
     """Hex digest of a model's config.json, on disk or on the hub, without its provenance."""
     from transformers import PretrainedConfig
 
@@ -253,7 +253,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tup
         was, now = before.get(key, UNSET), after.get(key, UNSET)
         if was == now or (key in PATHS and _same_path(was, now)):
             continue
-        if was == UNSET and now is None:
+        if was == UNSET and (now is None or now is False):
             continue  # an unused key that the checkpoint's version did not have
         if key.startswith("critic.") and not ALGORITHMS[after["algorithm.name"]].critic:
             continue  # there is no critic

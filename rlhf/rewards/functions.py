@@ -18,8 +18,10 @@ NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 
 def completion_text(completion: Completion) -> str:
-    """The text of a completion: itself, or the content of its last message."""
-    return completion if isinstance(completion, str) else completion[-1]["content"]
+    """The text of a completion: itself, or what the model said last; others may have spoken after it in an episode."""
+    if isinstance(completion, str):
+        return completion
+    return next(message["content"] for message in reversed(completion) if message["role"] == "assistant")
 
 
 def last_number(text: str) -> Decimal | None:

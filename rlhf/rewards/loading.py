@@ -55,7 +55,7 @@ class RewardFunction:
         if missing := sorted(self.required_columns.difference(columns)):
             raise RewardError(
                 f"{self.key}: {self.name} needs an argument {missing[0]!r}, which is not a column of the data "
-                f"({', '.join(columns) or 'it has none'}); rename a column, or set it in kwargs"
+                f"({', '.join(columns) or 'it has none'}); rename a column, set it in kwargs, or give it a default"
             )
 
     def accepted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:

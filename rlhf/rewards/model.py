@@ -11,6 +11,7 @@ from rlhf.errors import ConfigError, RewardError
 from rlhf.models.packed import ScalarModel
 from rlhf.models.scorer import FrozenScorer
 from rlhf.rewards.functions import Completion
+from rlhf.user_code import described
 
 
 class RewardModel:
@@ -64,4 +65,12 @@ class RewardModel:
                 "reward.model.path: the prompts are chats, but its tokenizer has no chat template; add one"
             )
         whole = prompt.text if prompt.messages is None else prompt.messages
-        return truncate_tail(answer_tokens(self.tokenizer, whole, completion, date=self._date), self._max_tokens)
+        try:
+            tokens = answer_tokens(self.tokenizer, whole, completion, date=self._date)
+        except Exception as error:  # a template may raise anything
+            roles = ", ".join(str(message["role"]) for message in completion if isinstance(message, dict))
+            raise RewardError(
+                f"reward.model.path={self._path}: its chat template cannot render what followed prompt {prompt.id} "
+                f"({roles or 'an answer'}): {described(error)}; use a model whose template can"
+            ) from error
+        return truncate_tail(tokens, self._max_tokens)

@@ -1,6 +1,7 @@
 """Calling several reward functions on a group, under deadlines: async ones on an event loop, sync ones in a process."""
 
 import asyncio
+import copy
 import functools
 import threading
 import time
@@ -140,9 +141,9 @@ def _arguments(
 ) -> dict[str, list[Any]]:
     def as_asked(prompt: "Prompt", completion: Completion) -> Completion:
         """A chat is answered by messages, a text by a text."""
-        if prompt.messages is None or not isinstance(completion, str):
-            return completion
-        return [{"role": "assistant", "content": completion}]
+        if not isinstance(completion, str):
+            return copy.deepcopy(completion)
+        return completion if prompt.messages is None else [{"role": "assistant", "content": completion}]
 
     arguments = {
         **{name: [prompt.columns.get(name) for prompt in prompts] for name in _columns(prompts)},

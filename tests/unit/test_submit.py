@@ -299,12 +299,21 @@ def test_exit_codes(status: str, code: int | None, expected: int) -> None:
     assert submit.report(details, "job") == expected
 
 
+@pytest.fixture
+def at_a_terminal() -> Iterator[None]:
+    """Ctrl-C as a terminal's commands have it: those that a script starts in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def submitted(monkeypatch: pytest.MonkeyPatch, client: FakeClient, *overrides: str, wait: bool = True) -> int:
     monkeypatch.setattr(submit, "connect", lambda address: client)
     sent = config("name=my run", *overrides)
     return submit.submit(sent, address="http://head:8265", working_dir=None, installed=True, wait=wait)
 
 
+@pytest.mark.usefixtures("at_a_terminal")
 @pytest.mark.parametrize(
     ("status", "wait", "code", "said"),
     [
