@@ -65,12 +65,13 @@ def train_holding(lock: RunLock, config: Config) -> dict[str, Any]:
     prompts = load(config.data.train, split="train")
     eval_prompts = None if config.data.eval is None else load(config.data.eval, split="eval")
     check_rewards(config, prompts, eval_prompts)
-    check_environment(config, tokenizer, prompts, eval_prompts)
+    notes = [prompts.summary(), *check_environment(config, tokenizer, prompts, eval_prompts)]
     this_run = describe_run(config, tokenizer, data=prompts.fingerprint(), num_steps=config.num_steps)
     run_dir = begin(config, checkpoints, state, this_run)
     new_tracker = partial(Tracker, config.tracking, run_dir, num_steps=config.num_steps, tokenizer=tokenizer)
     held_out = eval_prompts.all() if eval_prompts else []
-    once = partial(attempt, tokenizer=tokenizer, prompts=prompts, eval_prompts=held_out, checkpoints=checkpoints)
+    data = {"prompts": prompts, "eval_prompts": held_out}
+    once = partial(attempt, tokenizer=tokenizer, **data, checkpoints=checkpoints, notes=notes)
     with connect(config), ends_on_sigterm():
         return keep_trying(config, checkpoints, new_tracker, once)
 
@@ -83,10 +84,15 @@ def attempt(
     prompts: PromptSet,
     eval_prompts: Sequence[Prompt],
     checkpoints: CheckpointStore,
+    notes: Sequence[str],
 ) -> dict[str, Any]:
-    """Starts all actors, runs the loop, ends them; returns the summary. Raises RoleLostError if an actor dies."""
+    """Starts all actors, runs the loop, ends them; returns the summary. Raises RoleLostError if an actor dies.
+
+    ``notes``: lines for the log, before anything starts.
+    """
     tracker.note(f"{config.name}: on the Ray cluster at {ray.get_runtime_context().gcs_address}")
-    tracker.note(prompts.summary())
+    for note in notes:
+        tracker.note(note)
     with started(Cluster(config, tracker.note), tracker) as cluster:
         driver = make_driver(
             config, cluster, prompts=prompts, eval_prompts=eval_prompts, tracker=tracker, checkpoints=checkpoints

@@ -40,12 +40,12 @@ def check_rewards(config: Config, prompts: PromptSet, eval_prompts: PromptSet | 
 
 def check_environment(
     config: Config, tokenizer: PreTrainedTokenizerBase, prompts: PromptSet, eval_prompts: PromptSet | None
-) -> None:
-    """Loads the environment and its tools as the workers will. Raises ConfigError for them or the chat template,
-    DataError for data that they cannot use."""
+) -> list[str]:
+    """Loads the environment and its tools as the workers will; returns lines for the log. Raises ConfigError for them
+    or the chat template, DataError for data that they cannot use."""
     if config.environment is None:
-        return
-    EpisodeRunner(config, tokenizer, stop_ids=stop_ids(config.model))
+        return []
+    runner = EpisodeRunner(config, tokenizer, stop_ids=stop_ids(config.model))
     environment = load_environment(config.environment)
     _check_columns(environment.required_columns, environment.path, prompts, eval_prompts)
     for split, data in {"train": prompts, "eval": eval_prompts}.items():
@@ -53,6 +53,11 @@ def check_environment(
             raise DataError(
                 f"data.{split}={data.source}: an environment needs chats: prompts that are lists of messages"
             )
+    roles = " or ".join(runner.template.rewritten_by)
+    rewrites = (
+        f"model.path's chat template would rewrite what came before a {roles} message; episodes keep it as it was"
+    )
+    return [rewrites] if roles else []
 
 
 def _check_columns(needed: set[str], who: str, prompts: PromptSet, eval_prompts: PromptSet | None) -> None:
