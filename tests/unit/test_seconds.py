@@ -152,7 +152,9 @@ def test_each_model_takes_the_time_of_its_own_shape(tmp_path: Path) -> None:
     step = few(tmp_path, *ppo, *own)
     assert step.reference == pytest.approx(forward_s([(4, 4)] * 4, 12, "1.5b"))
     scored = forward_s([(4, 4)] * 4, 0, "1.5b")  # each a single row
-    assert (step.reward, step.score, step.update) == pytest.approx((scored, scored, 3 * scored)), "the policy ends first"
+    assert (step.reward, step.score, step.update) == pytest.approx((scored, scored, 3 * scored)), (
+        "the policy ends first"
+    )
 
 
 def test_shared_prompts_save_less_time_than_work(tmp_path: Path) -> None:
