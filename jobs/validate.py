@@ -1,10 +1,16 @@
 """Finds mistakes in a run's models and reward functions before Ray starts."""
 
-from rlhf.config import Config
-from rlhf.data.prompts import PromptSet
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rlhf.config import Config, eval_key
+from rlhf.data.prompts import PromptSet, load_prompts
 from rlhf.errors import DataError
 from rlhf.models.families import load_model_config
 from rlhf.rewards import RewardFunctions, load_reward_functions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def check_families(config: Config) -> None:
@@ -21,18 +27,27 @@ def check_families(config: Config) -> None:
             load_model_config(path, key=key, max_tokens=None, trust_remote_code=config.model.trust_remote_code)
 
 
-def check_rewards(config: Config, prompts: PromptSet, eval_prompts: PromptSet | None) -> None:
+def load_held_out(config: Config, tokenizer: "PreTrainedTokenizerBase") -> dict[str, PromptSet]:
+    """The held-out prompts by the name of their source, '' for data.eval. Raises as ``load_prompts`` does."""
+    return {
+        name: load_prompts(source, config.data, tokenizer, split="eval", seed=config.seed, key=eval_key(name))
+        for name, source in config.data.eval_sources().items()
+    }
+
+
+def check_rewards(config: Config, data: Mapping[str, PromptSet]) -> None:
     """Loads the reward functions, to find a wrong path or a column that they need and the data lack.
 
+    ``data``: prompts by the key that names their source.
     Raises ConfigError for the functions, DataError for a column that is missing altogether or from one row.
     """
     functions = RewardFunctions(
         load_reward_functions(config.reward.functions), timeout_s=config.reward.function_timeout_s
     )
-    for split, data in {"train": prompts, "eval": eval_prompts}.items():
+    for key, prompts in data.items():
         for name, needed in functions.required_columns().items():
-            for column in sorted(needed) if data else ():
-                _check_column(column, name, data, f"data.{split}={data.source}")
+            for column in sorted(needed):
+                _check_column(column, name, prompts, f"{key}={prompts.source}")
 
 
 def _check_column(column: str, function: str, data: PromptSet, where: str) -> None:

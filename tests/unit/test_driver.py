@@ -67,7 +67,7 @@ def driver(tmp_path: Path, *overrides: str, held_out: list[Prompt]) -> Driver:
         roles=roles,
         algorithm=make_algorithm(config.algorithm),
         stream=NOTHING,
-        held_out=held_out,
+        held_out={"": held_out} if held_out else {},
         gate=SamplingGate(math.inf, math.inf),
         tracker=Tracker(tracking, tmp_path, num_steps=config.num_steps, tokenizer=NOTHING),
         roofline=NOTHING,
