@@ -26,7 +26,7 @@ from actors.weights.routes import choose_route
 from actors.weights.transports import make_transport
 from rlhf.config import Config
 from rlhf.errors import DeadlineError, PlacementError, RoleLostError
-from rlhf.planning.topology import Slot, Topology, plan_sampling, plan_topology
+from rlhf.planning.topology import Device, Slot, Topology, plan_sampling, plan_topology
 from rlhf.rewards import MODEL_NAME, load_reward_functions
 from rlhf.roles import Roles
 from rlhf.run_lock import read_holder
@@ -45,7 +45,7 @@ class ActorCluster:
         """``config``: Config or RewardTrainingConfig."""
         self._config = config
         stacks.keep_in(config.run_dir)
-        self.device = resolve_device(config)
+        self.device: Device = resolve_device(config)
         config.model.require_device(self.device)
         self.topology: Topology = self._plan()
         self._deadline = Deadline(config.timeouts.start_s, "timeouts.start_s")

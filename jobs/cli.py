@@ -174,6 +174,24 @@ def evaluate(
 
 
 @app.command()
+def chat(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
+    temperature: Annotated[
+        float | None, typer.Option(min=0.01, help="Of sampling.", show_default="the run's own, else 1")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 1024,
+) -> None:
+    """Talk to a model in the terminal, on this machine. /reset begins anew, /quit or Ctrl-D ends."""
+    from jobs.trained import CONFIG, find_model, is_run
+
+    found = find_model(model)
+    run = load_config(Path(model).expanduser() / CONFIG) if is_run(model) else None
+    from jobs.chat import chat as talk
+
+    talk(found, run, temperature=temperature, max_tokens=max_tokens)
+
+
+@app.command()
 def scale(
     run: Annotated[str, typer.Option(help="The run's name, as in its config.")],
     rollout_workers: Annotated[

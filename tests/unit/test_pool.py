@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RayActorError
 
 from actors.group import Deadline, Member
 from actors.rollouts.pool import RolloutPool
@@ -232,7 +233,7 @@ def test_without_a_learner_workers_serve_what_they_have_loaded_and_so_do_their_r
     ids = pool.submit(PROMPTS[:1], group_size=1)
     first = given.actors[0]
     assert first.order(*UPDATE) == ["commit"] and first.given("commit") == [(0,)]
-    first.end("collect", ray.exceptions.RayActorError())
+    first.end("collect", RayActorError())
     threading.Timer(0, lambda: _finish(given)).start()
     assert list(pool.next_groups(ids)) == ids
     assert given.actors[1].order(*UPDATE) == ["commit"] and given.actors[1].given("commit") == [(0,)]
