@@ -3,13 +3,13 @@
 import contextlib
 import os
 import readline  # noqa: F401  (lets ``input`` edit the line and recall earlier ones)
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
 from actors.connect import has_local_gpu
-from actors.environment import QUIET
 from actors.rollouts.engine import WorkerSpec
 from actors.rollouts.vllm_engine import VllmEngine
 from actors.rollouts.vllm_settings import worker_env
@@ -41,7 +41,8 @@ def chat(model_path: str, run: Config | None, *, temperature: float | None, max_
     )
     device: Device = "gpu" if has_local_gpu() and (run is None or run.placement.device != "cpu") else "cpu"
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    os.environ |= QUIET | worker_env(device) | hidden  # before vLLM is imported
+    os.environ |= worker_env(device) | hidden  # before vLLM is imported
+    warnings.simplefilter("ignore")  # vLLM's own imports
     spec = make_spec(model, run.rollout if run else RolloutConfig(), device, temperature, max_tokens)
     print(f"loading {model_path} ...", flush=True)
     engine = VllmEngine(spec)

@@ -186,6 +186,9 @@ def chat(
 
     found = find_model(model)
     run = load_config(Path(model).expanduser() / CONFIG) if is_run(model) else None
+    from actors.environment import QUIET
+
+    os.environ |= QUIET  # before any library is imported
     from jobs.chat import chat as talk
 
     talk(found, run, temperature=temperature, max_tokens=max_tokens)

@@ -93,6 +93,12 @@ def test_a_step_goes_on_with_as_many_rewards_missing_as_allowed(tmp_path: Path) 
     driver(tmp_path, "reward.max_abstained=1", held_out=[]).rewards(sampled(1, 3))
 
 
+def test_without_held_out_data_there_is_no_evaluation(tmp_path: Path) -> None:
+    loop = driver(tmp_path, held_out=[])
+    loop.evaluate()
+    assert loop.evaluations == {} and not (tmp_path / "eval.jsonl").exists()
+
+
 def test_an_evaluation_is_the_mean_of_those_that_have_a_reward(tmp_path: Path) -> None:
     loop = driver(tmp_path, held_out=[Prompt(i, [1], "") for i in range(4)])
     loop.evaluate()
