@@ -1,6 +1,7 @@
 """From a configuration to live roles: places all actors, starts them in parallel and shuts them down."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,12 @@ import ray
 from actors import stacks
 from actors.connect import resolve_device
 from actors.control import RunControl
-from actors.environment import LOOPBACK, ON_LOOPBACK, actor_env
+from actors.environments.actor import EnvironmentActor
+from actors.environments.crew import Crew
 from actors.group import ActorGroup, Call, Deadline, Member, RankActor
 from actors.learner import CriticActor, LearnerActor
 from actors.placement import Placement
+from actors.process_env import LOOPBACK, ON_LOOPBACK, actor_env
 from actors.proxies import LearnerGroup, Replicas, RewardGroup
 from actors.rollouts.engine import WorkerSpec
 from actors.rollouts.factory import WorkerFactory
@@ -27,7 +30,7 @@ from actors.weights.transports import make_transport
 from rlhf.config import Config
 from rlhf.errors import DeadlineError, PlacementError, RoleLostError
 from rlhf.planning.topology import Device, Slot, Topology, plan_sampling, plan_topology
-from rlhf.rewards import MODEL_NAME, load_reward_functions
+from rlhf.rewards import ENVIRONMENT_NAME, MODEL_NAME, load_reward_functions
 from rlhf.roles import Roles
 from rlhf.run_lock import read_holder
 
@@ -171,14 +174,15 @@ class Cluster(ActorCluster):
         else:
             self._start_separate(created)
         route = choose_route(self.device, colocated=self._config.placement.colocated)
-        self._pool.connect(make_transport(self._groups["learner"], route))
+        self._pool.connect(make_transport(self._groups["learner"], route), self._make_crew())
 
     def _create_all(self) -> dict[str, Call[ActorGroup]]:
         """Creates the processes of every role but the pool, without waiting for them."""
         config, roles = self._config, self.topology.slots
         learners = {"learner": LearnerActor, "critic": CriticActor}
         created = {r: self._create(r, a, lambda i, n: (config, i, n)) for r, a in learners.items() if r in roles}
-        return created | {r: self._create(r, a, lambda i, n: (config,)) for r, a in SCORERS.items() if r in roles}
+        others = {**SCORERS, "environment": EnvironmentActor}
+        return created | {r: self._create(r, a, lambda i, n: (config,)) for r, a in others.items() if r in roles}
 
     def _start_shared(self, created: Mapping[str, Call[ActorGroup]]) -> None:
         """vLLM sizes its KV cache from free memory, so it starts first and sleeps before the others load."""
@@ -217,6 +221,14 @@ class Cluster(ActorCluster):
         pool = RolloutPool(config, factory, control, shares_gpus=self._shares_gpus, note=self._note)
         self._stack.callback(pool.close)
         return pool
+
+    def _make_crew(self) -> Crew | None:
+        """The environment workers, which have started."""
+        config = self._config
+        if config.environment is None:
+            return None
+        launch = functools.partial(self._launch, "environment", actor=EnvironmentActor, args=(config,))
+        return Crew(config, self._groups["environment"], launch, self._note)
 
     def group(self, role: str) -> ActorGroup:
         """The actors of a role; for rollouts, the workers running now."""
@@ -315,6 +327,7 @@ class SamplingCluster(Cluster):
         created = self._create_all()
         self._pool = self._make_pool()
         self._start_separate(created)
+        self._pool.connect(None, self._make_crew())
         self._pool.publish(0)
 
     def sampler(self) -> tuple[RolloutPool, RewardGroup]:
@@ -325,4 +338,6 @@ class SamplingCluster(Cluster):
 def reward_weights(config: Config) -> dict[str, float]:
     """The weight of every reward in the sum, by metric name."""
     weights = {function.name: function.weight for function in load_reward_functions(config.reward.functions)}
-    return weights | ({MODEL_NAME: config.reward.model.weight} if config.reward.model else {})
+    weights |= {MODEL_NAME: config.reward.model.weight} if config.reward.model else {}
+    # tools alone reward nothing: a 0 for that would count where the functions abstain
+    return weights | ({ENVIRONMENT_NAME: 1.0} if config.environment and config.environment.path else {})

@@ -14,7 +14,7 @@ from ray._private import ray_constants, services
 from ray._raylet import Config as RayConfig
 from ray.exceptions import AuthenticationError
 
-from actors.environment import LOOPBACK
+from actors.process_env import LOOPBACK
 from rlhf.config import Config
 from rlhf.errors import ClusterError, one_line
 from rlhf.planning.topology import Device, plan_topology

@@ -1,8 +1,9 @@
 """The driver's roles, played by groups of Ray actors."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain, pairwise, repeat
 from typing import Any, Generic, TypeVar
 
 import ray
@@ -13,6 +14,7 @@ from rlhf.batch import Rollout, TrainBatch
 from rlhf.checkpoint import Written
 from rlhf.config import TimeoutConfig
 from rlhf.errors import RoleLostError
+from rlhf.rewards import ENVIRONMENT_NAME
 from rlhf.rewards.total import Scores
 from rlhf.shares import Plan, Planner
 
@@ -175,31 +177,51 @@ def divide(items: Sequence[Any], count: int) -> list[Sequence[Any]]:
 
 
 class RewardGroup:
-    """Reward-function workers and reward-model replicas; both see every completion."""
+    """Reward-function workers and reward-model replicas; both see every completion but those of failed episodes."""
 
     def __init__(self, scorers: Sequence[Replicas], weights: dict[str, float]) -> None:
-        """``weights``: the weight of every reward function and model in the sum, by name."""
+        """``weights``: the weight in the sum of every reward function and model, and of the environment, by name."""
         self._scorers, self._weights = scorers, weights
 
     def score_groups(self, groups: Sequence[Sequence[Rollout]]) -> "JointCall[list[Scores]]":
         """One Scores per group, in order."""
+        ran = [[rollout for rollout in group if not rollout.failed] for group in groups]
 
         def fold(answers: list[list[Given]]) -> list[Scores]:
-            return [self._scores(of_group) for of_group in zip(*answers, strict=True)]
+            of_groups = zip(*answers, strict=True) if answers else repeat(())
+            return [
+                self._scores(group, next(of_groups) if any_ran else ())
+                for group, any_ran in zip(groups, ran, strict=True)
+            ]
 
-        return JointCall([scorer.score(groups) for scorer in self._scorers], fold)
+        return JointCall([scorer.score([group for group in ran if group]) for scorer in self._scorers], fold)
 
     def score(self, rollouts: Sequence[Rollout]) -> "JointCall[Scores]":
         """The scores of completions that form no groups."""
+        ran = [rollout for rollout in rollouts if not rollout.failed]
 
         def fold(answers: list[list[Given]]) -> Scores:
-            return self._scores([concat(parts) for parts in answers])
+            return self._scores(rollouts, [concat(parts) for parts in answers if parts])
 
-        return JointCall([scorer.score(divide(rollouts, scorer.count)) for scorer in self._scorers], fold)
+        return JointCall([scorer.score(divide(ran, scorer.count)) for scorer in self._scorers], fold)
 
-    def _scores(self, given: Sequence[Given]) -> Scores:
-        """Combines what functions and models gave the same completions."""
-        return Scores({name: scores for one in given for name, scores in one.items()}, self._weights)
+    def _scores(self, rollouts: Sequence[Rollout], given: Sequence[Given]) -> Scores:
+        """Combines what functions and models gave the same completions, and their environment."""
+        rows = [row for row, rollout in enumerate(rollouts) if not rollout.failed]
+        scores = {name: [math.nan] * len(rollouts) for name in self._weights}
+        by_name = {name: values for one in given for name, values in one.items()}
+        if ENVIRONMENT_NAME in scores:
+            by_name[ENVIRONMENT_NAME] = [environment_reward(rollouts[row]) for row in rows]
+        for name, values in by_name.items():
+            for row, value in zip(rows, values, strict=True):
+                scores[name][row] = value
+        return Scores(scores, self._weights)
+
+
+def environment_reward(rollout: Rollout) -> float:
+    """What an episode's environment gave in all: for its turns, and at its end."""
+    assert rollout.episode is not None
+    return sum(rollout.episode.turn_rewards) + rollout.episode.reward
 
 
 def concat(parts: Sequence[Given]) -> Given:

@@ -1,17 +1,22 @@
 """Ray actors that score: the reference policy, the reward model, and reward functions."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from actors.group import RankActor
-from rlhf.batch import Rollout, TrainBatch
+from rlhf.batch import Prompt, Rollout, TrainBatch
 from rlhf.config import Config
+from rlhf.data.columns import ARGUMENTS
+from rlhf.errors import RewardError
 from rlhf.models.loading import load_policy, load_scalar, load_tokenizer
+from rlhf.models.nf4 import keep_in_4_bits
 from rlhf.models.scorer import FrozenScorer
 from rlhf.rewards import MODEL_NAME, RewardFunctions, Scoring, load_reward_functions
+from rlhf.rewards.functions import Completion
 from rlhf.rewards.model import RewardModel
 from rlhf.training.device import local_rank_device, resolve_dtype
 
@@ -36,6 +41,8 @@ class ReferenceActor(RankActor):
             trust_remote_code=config.model.trust_remote_code,
             key=key,
         )
+        if config.reference_in_4_bits:
+            keep_in_4_bits(model, device)
         self._on_shared_gpu = shares_gpu(config, device)
         self._scorer = FrozenScorer(
             model,
@@ -89,7 +96,7 @@ class RewardModelActor(RankActor):
 
     def score(self, groups: Sequence[Sequence[Rollout]]) -> list[dict[str, list[float]]]:
         """Per group, the model's score of each completion."""
-        scores = self._model.score(groups, [decode(self._decoder, group) for group in groups])
+        scores = self._model.score(groups, [completions(self._decoder, group) for group in groups])
         if self._on_shared_gpu:
             torch.cuda.empty_cache()
         return [{MODEL_NAME: of_group} for of_group in scores]
@@ -127,10 +134,26 @@ class RewardActor(RankActor):
         return [scoring.result() for scoring in in_flight]
 
     def _submit(self, group: Sequence[Rollout]) -> Scoring:
-        texts = decode(self._decoder, group) if self._functions.needs_text else None
-        return self._functions.submit([r.prompt for r in group], texts, [r.token_ids for r in group])
+        said = completions(self._decoder, group) if self._functions.needs_text else None
+        return self._functions.submit([noted(r) for r in group], said, [r.sampled_ids for r in group])
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, rollouts: Sequence[Rollout]) -> list[str]:
-    """The completions' text, without special tokens."""
-    return tokenizer.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True)
+def completions(tokenizer: PreTrainedTokenizerBase, rollouts: Sequence[Rollout]) -> list[Completion]:
+    """Completions' text, without special tokens; of episodes, the messages after the prompt."""
+    if any(r.episode for r in rollouts):
+        return [r.episode.messages for r in rollouts if r.episode]
+    return list(tokenizer.batch_decode([r.token_ids for r in rollouts], skip_special_tokens=True))
+
+
+def noted(rollout: Rollout) -> Prompt:
+    """Its prompt, with what its environment noted as further columns. Raises RewardError if a note hides another."""
+    prompt = rollout.prompt
+    if rollout.episode is None or not rollout.episode.notes:
+        return prompt
+    notes = rollout.episode.notes
+    if hidden := sorted(notes.keys() & {*prompt.columns, *ARGUMENTS}):
+        raise RewardError(
+            f"environment: chat.notes[{hidden[0]!r}] would hide what reward functions get by that name; give the note "
+            "another"
+        )
+    return replace(prompt, columns={**prompt.columns, **notes})

@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.environment import PROJECT_ROOT
+from actors.process_env import PROJECT_ROOT
 from rlhf.errors import one_line
 from rlhf.stacks import answer_signals, stacks_of
 

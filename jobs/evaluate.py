@@ -13,12 +13,13 @@ from transformers import PreTrainedTokenizerBase
 
 from actors.cluster import SamplingCluster
 from actors.connect import connect
-from jobs.validate import check_rewards, load_held_out
+from jobs.validate import check_environment, check_rewards, load_held_out
 from rlhf.config import Config, eval_key, require
 from rlhf.evaluation import Evaluation, evaluate
 from rlhf.models.loading import load_tokenizer
 from rlhf.recipes import validate_model
 from rlhf.roles import Metrics
+from rlhf.tracking.tracker import as_read
 from rlhf.tracking.writers import finite, write_atomically
 
 MAIN = "eval"  # what data.eval, the held-out source without a name, is called
@@ -38,7 +39,9 @@ def evaluate_model(config: Config, *, by: str | None, json_file: Path | None, co
     tokenizer = load_tokenizer(config.model)
     validate_model(config)  # again: loading a hub model's tokenizer fetches its config.json
     sets = load_held_out(config, tokenizer)
-    check_rewards(config, {eval_key(name): prompts for name, prompts in sets.items()})
+    data = {eval_key(name): prompts for name, prompts in sets.items()}
+    check_rewards(config, data)
+    check_environment(config, tokenizer, data)
     for name, prompts in sets.items():
         require(
             by is None or by in prompts.columns,
@@ -136,7 +139,6 @@ def as_json(config: Config, results: Mapping[str, Result]) -> dict[str, Any]:
 
 def rows(name: str, evaluation: Evaluation, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """Every completion with its rewards, as in a run's completions.jsonl."""
-    texts = tokenizer.batch_decode([r.token_ids for r in evaluation.rollouts], skip_special_tokens=True)
     rewards, given = evaluation.scores.rewards.tolist(), evaluation.scores.given
     return [
         {
@@ -144,9 +146,9 @@ def rows(name: str, evaluation: Evaluation, tokenizer: PreTrainedTokenizerBase) 
             "prompt_id": rollout.prompt.id,
             "sample": rollout.sample_index,
             "prompt": rollout.prompt.text,
-            "completion": text,
+            "completion": as_read(rollout, tokenizer),
             "truncated": rollout.truncated,
             **finite({"reward": rewards[i], **{f"rewards/{function}": given[function][i] for function in given}}),
         }
-        for i, (rollout, text) in enumerate(zip(evaluation.rollouts, texts, strict=True))
+        for i, rollout in enumerate(evaluation.rollouts)
     ]

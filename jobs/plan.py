@@ -93,8 +93,12 @@ def show_seconds(config: Config, *, prompt_tokens: int | None, completion_tokens
         ("--completion-tokens", completion, "rollout.max_completion_tokens", rollout.max_completion_tokens),
     ):
         require(tokens <= limit, f"{option}={tokens} exceeds {key}={limit}: nothing would be that long")
-    if config.model.dtype == "float32" or rollout.extra_kinds:
-        why = "rollout.extra_kinds" if rollout.extra_kinds else "model.dtype=float32"
+    unmeasured = {
+        "environment": config.environment is not None,
+        "rollout.extra_kinds": bool(rollout.extra_kinds),
+        "model.dtype=float32": config.model.dtype == "float32",
+    }
+    if why := next((key for key, is_set in unmeasured.items() if is_set), None):
         console.print(f"seconds not predicted: nothing like {why} was measured")
         return
     rows: dict[str, tuple[str, dict[str, float]]] = {}

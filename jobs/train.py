@@ -21,7 +21,7 @@ from jobs.runs import (
     stops_at_step_end,
     summarise,
 )
-from jobs.validate import check_families, check_rewards, load_held_out
+from jobs.validate import check_environment, check_families, check_rewards, load_held_out
 from rlhf.algorithms import check_algorithm, make_algorithm
 from rlhf.batch import Prompt
 from rlhf.checkpoint import CheckpointStore
@@ -30,6 +30,7 @@ from rlhf.config import Config, eval_key
 from rlhf.data.prompt_stream import PromptStream
 from rlhf.data.prompts import PromptSet, load_prompts
 from rlhf.driver import Driver
+from rlhf.environments import tool_schemas
 from rlhf.models.loading import load_tokenizer
 from rlhf.planning.shapes import ModelShape
 from rlhf.recipes import validate_model
@@ -60,9 +61,12 @@ def train_holding(lock: RunLock, config: Config) -> dict[str, Any]:
     check_algorithm(config.algorithm)
     checkpoints = CheckpointStore(config.run_dir, keep=config.checkpoint.keep, lock=lock)
     config, state = find_start(config, checkpoints)
-    prompts = load_prompts(config.data.train, config.data, tokenizer, split="train", seed=config.seed)
+    tools = tool_schemas(config.environment) if config.environment else ()
+    prompts = load_prompts(config.data.train, config.data, tokenizer, split="train", seed=config.seed, tools=tools)
     eval_sets = load_held_out(config, tokenizer)
-    check_rewards(config, {"data.train": prompts} | {eval_key(name): data for name, data in eval_sets.items()})
+    data = {"data.train": prompts} | {eval_key(name): prompts for name, prompts in eval_sets.items()}
+    check_rewards(config, data)
+    check_environment(config, tokenizer, data)
     this_run = describe_run(config, tokenizer, data=prompts.fingerprint(), num_steps=config.num_steps)
     run_dir = begin(config, checkpoints, state, this_run)
     new_tracker = partial(Tracker, config.tracking, run_dir, num_steps=config.num_steps, tokenizer=tokenizer)

@@ -4,12 +4,16 @@ Two layouts, neither padded, for S sequences with N completion tokens in total:
 
 * per sequence ``[S]``, in group order: completions of one prompt are neighbours;
 * per completion token ``[N]``: the completions concatenated, delimited by ``completion_lengths [S]``.
+
+In an environment, a sequence's completion tokens are those that the model sampled, in all turns. What was observed
+between them is in ``tokens`` alone, so that nothing per completion token can be spoilt by an observation.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -33,34 +37,74 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
 
 
+Status = Literal["done", "length", "context", "turns", "timeout", "failed"]
+"""How an episode ended: its environment returned; a reply was cut; no room was left in the context; it had all its
+turns; it took too long; or its environment raised, again and again."""
+STATUSES: tuple[Status, ...] = get_args(Status)
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What a rollout in an environment is beyond one completion: several turns, and what was observed between them.
+
+    ``messages``: all after the prompt, the model's own and others'. ``notes``: columns for reward functions, beside
+    the data's.
+    """
+
+    sampled: np.ndarray  # bool [len(token_ids)]: the model's own tokens; the others are observations
+    turn_lengths: list[int]  # sampled tokens of each turn, in order, each at least 1
+    turn_rewards: list[float]  # one per turn, 0 where the environment gave none
+    reward: float  # what the environment returned, 0 if nothing; NaN: it failed, so that the episode has none at all
+    status: Status
+    messages: list[dict[str, Any]]
+    notes: dict[str, Any]
+
+
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled completion.
+    """One sampled completion; or an episode in an environment, in which not all tokens are sampled.
 
-    ``versions`` int32 ``[len(token_ids)]``: the weight version each token was sampled from. ``logprobs`` float32, same
+    ``versions`` int32 ``[num_sampled]``: the weight version each token was sampled from. ``logprobs`` float32, same
     length, is the sampler's own log-probability of each token (temperature included), or None if not requested.
     ``finish_reason``: 'stop' (end of sequence or a stop string) or 'length' (truncated).
     """
 
     prompt: Prompt
     sample_index: int  # within the group
-    token_ids: list[int]
+    token_ids: list[int]  # all that follows the prompt
     versions: np.ndarray
     finish_reason: str
     logprobs: np.ndarray | None = None
+    episode: Episode | None = None  # None: a single turn
 
     @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
+
+    @property
+    def failed(self) -> bool:
+        """Whether its environment did: then it has no reward, and nothing scores it."""
+        return self.episode is not None and math.isnan(self.episode.reward)
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.versions)
+
+    @property
+    def sampled_ids(self) -> list[int]:
+        """The tokens that the model sampled."""
+        if self.episode is None:
+            return self.token_ids
+        return [token for token, own in zip(self.token_ids, self.episode.sampled, strict=True) if own]
 
 
 @dataclass(frozen=True)
 class TrainBatch:
     """The packed tensors of one training step. Optional ones are None until the loop fills them in."""
 
-    tokens: Tensor  # int64 [T]: each sequence's prompt, then its completion
+    tokens: Tensor  # int64 [T]: each sequence's prompt, then its completion, observations included
     prompt_lengths: Tensor  # int64 [S]
-    completion_lengths: Tensor  # int64 [S]
+    completion_lengths: Tensor  # int64 [S], in sampled tokens
     truncated: Tensor  # bool [S]
     versions: Tensor  # int32 [N]
     rewards: Tensor | None = None  # float32 [S], NaN where none was given
@@ -74,6 +118,10 @@ class TrainBatch:
     loss_weights: Tensor | None = None  # float32 [N]: each token's weight in its optimiser step's loss, 0 if masked
     entropy_mask: Tensor | None = None  # bool [N]: tokens with enough entropy to be trained on; None: all
     margins: Tensor | None = None  # float32 [S]: of preference pairs (reward models only), the same for both of a pair
+    sampled: Tensor | None = None  # bool [T]: the model's own tokens; None: all after the prompts
+    tail_lengths: Tensor | None = None  # int64 [S]: all tokens after the prompt; None: completion_lengths
+    turns: Tensor | None = None  # int32 [N]: which turn of its episode a token belongs to; None: all are one
+    turn_rewards: Tensor | None = None  # float32 [N]: the environment's for a turn, at its last token
 
     def with_(self, **tensors: Tensor | None) -> "TrainBatch":
         """A copy with some tensors filled in."""
@@ -98,9 +146,14 @@ class TrainBatch:
         return int(self.completion_lengths.sum())
 
     @property
+    def lengths_after_prompt(self) -> Tensor:
+        """int64 [S]: completion, observations included."""
+        return self.completion_lengths if self.tail_lengths is None else self.tail_lengths
+
+    @property
     def sequence_lengths(self) -> Tensor:
-        """int64 [S]: prompt plus completion."""
-        return self.prompt_lengths + self.completion_lengths
+        """int64 [S]: prompt plus completion, observations included."""
+        return self.prompt_lengths + self.lengths_after_prompt
 
     def prompt_runs(self) -> list[range]:
         """Maximal runs of neighbouring sequences with the same prompt; together they cover all sequences."""
@@ -120,7 +173,7 @@ class TrainBatch:
             tensor = getattr(self, spec.name)
             if tensor is None:
                 picked[spec.name] = None
-            elif spec.name == "tokens":
+            elif spec.name in PER_TOKEN:
                 picked[spec.name] = tensor[pick_token]
             elif spec.name in PER_SEQUENCE:
                 picked[spec.name] = tensor[index]
@@ -134,7 +187,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-PER_SEQUENCE = frozenset({"prompt_lengths", "completion_lengths", "truncated", "rewards", "margins"})
+PER_TOKEN = frozenset({"tokens", "sampled"})
+PER_SEQUENCE = frozenset({"prompt_lengths", "completion_lengths", "tail_lengths", "truncated", "rewards", "margins"})
 
 
 def _token_picker(lengths: Tensor, index: Tensor) -> Tensor:
@@ -149,27 +203,59 @@ def _token_picker(lengths: Tensor, index: Tensor) -> Tensor:
 def pack(rollouts: Sequence[Rollout]) -> TrainBatch:
     """Packs finished rollouts, in the order given (groups must be contiguous for grouped algorithms).
 
-    Raises SamplingError if a sampler's log-probability is not finite.
+    What was observed after the last sampled token is left out: nothing depends on it. Raises SamplingError if a
+    sampler's log-probability is not finite.
     """
     assert rollouts, "an empty batch cannot be trained on"
-    assert all(r.token_ids for r in rollouts), "a completion holds at least one token"
+    assert all(r.num_sampled for r in rollouts), "a completion holds at least one token"
     for rollout in rollouts:
         if rollout.logprobs is not None and not np.isfinite(rollout.logprobs).all():
             raise SamplingError(
                 f"prompt {rollout.prompt.id}, completion {rollout.sample_index}: vLLM's log-probabilities are not all "
                 "finite, so neither are its logits; check rollout.engine_args and the model's weights"
             )
-    logprobs = [np.full(len(r.token_ids), np.nan, np.float32) if r.logprobs is None else r.logprobs for r in rollouts]
+    logprobs = [np.full(r.num_sampled, np.nan, np.float32) if r.logprobs is None else r.logprobs for r in rollouts]
     any_logprobs = any(r.logprobs is not None for r in rollouts)
-    tokens = chain.from_iterable(ids for r in rollouts for ids in (r.prompt.token_ids, r.token_ids))
+    tokens = chain.from_iterable(ids for r in rollouts for ids in (r.prompt.token_ids, _tail(r)))
+    episodes = {} if all(r.episode is None for r in rollouts) else _episode_tensors(rollouts)
     return TrainBatch(
         tokens=torch.from_numpy(np.fromiter(tokens, np.int64)),
         prompt_lengths=torch.tensor([len(r.prompt.token_ids) for r in rollouts], dtype=torch.long),
-        completion_lengths=torch.tensor([len(r.token_ids) for r in rollouts], dtype=torch.long),
+        completion_lengths=torch.tensor([r.num_sampled for r in rollouts], dtype=torch.long),
         truncated=torch.tensor([r.truncated for r in rollouts]),
         versions=torch.from_numpy(np.concatenate([r.versions for r in rollouts])),
         rollout_logprobs=torch.from_numpy(np.concatenate(logprobs)) if any_logprobs else None,
+        **episodes,
     )
+
+
+def _tail(rollout: Rollout) -> list[int]:
+    """What follows the prompt, up to the last sampled token."""
+    if rollout.episode is None:
+        return rollout.token_ids
+    return rollout.token_ids[: int(rollout.episode.sampled.nonzero()[0][-1]) + 1]
+
+
+def _episode_tensors(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+    """The tensors of a TrainBatch that only episodes have."""
+    sampled, turns, rewards = [], [], []
+    for rollout in rollouts:
+        episode, num_tokens = rollout.episode, len(_tail(rollout))
+        assert episode is not None, "episodes and single completions are never in one batch"
+        assert len(episode.sampled) == len(rollout.token_ids), "each token was sampled or observed"
+        assert sum(episode.turn_lengths) == episode.sampled.sum() == rollout.num_sampled, "turns are what was sampled"
+        assert len(episode.turn_rewards) == len(episode.turn_lengths)
+        sampled += [np.zeros(len(rollout.prompt.token_ids), bool), episode.sampled[:num_tokens]]
+        turns.append(np.repeat(np.arange(len(episode.turn_lengths), dtype=np.int32), episode.turn_lengths))
+        at_last = np.zeros(rollout.num_sampled, np.float32)
+        at_last[np.cumsum(episode.turn_lengths) - 1] = episode.turn_rewards
+        rewards.append(at_last)
+    return {
+        "sampled": torch.from_numpy(np.concatenate(sampled)),
+        "tail_lengths": torch.tensor([len(_tail(rollout)) for rollout in rollouts], dtype=torch.long),
+        "turns": torch.from_numpy(np.concatenate(turns)),
+        "turn_rewards": torch.from_numpy(np.concatenate(rewards)),
+    }
 
 
 def last_token_batch(sequences: Sequence[list[int]]) -> TrainBatch:

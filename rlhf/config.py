@@ -136,6 +136,8 @@ class AlgorithmConfig(Section, key="algorithm"):
     """What is optimised. Defaults are GRPO with DAPO's token-level normaliser, as in TRL."""
 
     name: AlgorithmName = "grpo"
+    # rloo in an environment: a token's reward is the whole episode's, or only what follows its turn
+    credit: Literal["episode", "turn"] = "episode"
     prompts_per_step: PositiveInt = 8
     group_size: PositiveInt = 8  # completions per prompt
     num_epochs: PositiveInt = 1
@@ -190,6 +192,11 @@ class AlgorithmConfig(Section, key="algorithm"):
             not self.facts.grouped or self.group_size >= 2,
             f"algorithm.group_size={self.group_size} leaves {self.name} nothing to compare within a group; "
             "use at least 2, or algorithm.name=ppo",
+        )
+        require(
+            self.credit == "episode" or (self.name == "rloo" and self.advantage is None),
+            f"algorithm.credit={self.credit} compares what followed a turn with the same of others, unscaled; use it "
+            "with algorithm.name=rloo, and without algorithm.advantage",
         )
         require(
             self.num_sequences % self.num_minibatches == 0,
@@ -276,6 +283,9 @@ class LoraConfig:
     dropout: DecayRate = 0.0
     # names of linear layers, such as q_proj; all-linear: every one but the head
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    # QLoRA: the frozen weights of all linear layers but the head are rounded to 4 bits (NF4), and it is these that
+    # everybody samples from, trains on and compares with
+    load_in_4bit: bool = False
 
 
 @dataclass(frozen=True)
@@ -394,6 +404,30 @@ class RewardConfig(Section, key="reward"):
             not weights or any(weights),
             "reward: every weight is 0, so every reward would be 0; give one of reward.functions or reward.model "
             "a nonzero weight",
+        )
+
+
+@dataclass(frozen=True)
+class EnvironmentConfig(Section, key="environment"):
+    """Episodes of several turns with what you write, or with tools alone, on ``num_workers`` actors (CPU only)."""
+
+    max_context_tokens: PositiveInt  # of an episode: prompt, replies and all that is said between them
+    # a coroutine that talks to the model: guess, calculator, package.module.function or path/to/file.py:function
+    path: str | None = None
+    tools: list[str] = field(default_factory=list)  # typed functions the model may call, each like path
+    max_turns: PositiveInt = 8
+    num_workers: PositiveInt = 1
+    episodes_per_worker: PositiveInt = 256  # at once
+    step_timeout_s: Seconds = 60.0  # for what happens between two replies, tool calls included
+    retries: NonNegativeInt = 2  # of an episode that failed, each from its beginning
+    # after that: leave it out of the batch's baselines and loss (reward.max_abstained bounds how many), or end the run
+    on_failure: Literal["skip", "fail"] = "skip"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.path is not None or bool(self.tools),
+            "environment: neither path nor tools is set; name what the model talks to, or what it may call",
         )
 
 
@@ -604,6 +638,7 @@ class Config(Section, key=""):
     critic: CriticConfig = field(default_factory=CriticConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig | None = None
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
@@ -623,10 +658,12 @@ class Config(Section, key=""):
             differs = self.rollout.max_staleness > 0 or self.learner.lora is not None  # merged weights are rounded
             correction = "token_truncate" if differs else "none"
             object.__setattr__(self, "algorithm", replace(self.algorithm, rollout_correction=correction))
+        from_environment = self.environment is not None and self.environment.path is not None
         require(
-            bool(self.reward.functions) or self.reward.model is not None,
+            bool(self.reward.functions) or self.reward.model is not None or from_environment,
             "reward: nothing gives a reward; set reward.functions (e.g. [{path: exact_match}]) or reward.model.path",
         )
+        self._check_environment()
         for role in ("learner", "critic", "reference"):
             budget = getattr(self, role).micro_batch_tokens
             require(
@@ -705,9 +742,27 @@ class Config(Section, key=""):
                 f"learner.num_ranks={self.num_shared_bundles}; use at most that, or placement.mode=separate",
             )
 
+    def _check_environment(self) -> None:
+        environment = self.environment
+        if environment is None:
+            require(self.algorithm.credit == "episode", "algorithm.credit=turn: there are no turns; set environment")
+            return
+        require(
+            environment.max_context_tokens > self.data.max_prompt_tokens,
+            f"environment.max_context_tokens={environment.max_context_tokens} leaves no room after a prompt of "
+            f"data.max_prompt_tokens={self.data.max_prompt_tokens}; raise it",
+        )
+        for key in ("stop", "ignore_eos"):
+            require(
+                not getattr(self.rollout, key),
+                f"rollout.{key}: in an environment a reply ends with the model's own end of turn; unset it",
+            )
+
     @property
     def max_sequence_tokens(self) -> int:
-        """Longest prompt plus longest completion."""
+        """Longest prompt plus longest completion, or an environment's longest context."""
+        if self.environment is not None:
+            return self.environment.max_context_tokens
         return self.data.max_prompt_tokens + self.rollout.max_completion_tokens
 
     @property
@@ -739,6 +794,11 @@ class Config(Section, key=""):
     def uses_reference(self) -> bool:
         """Whether a reference model is created at all."""
         return self.algorithm.beta > 0
+
+    @property
+    def reference_in_4_bits(self) -> bool:
+        """Whether the reference is the policy's own base, which is kept in four bits."""
+        return bool(self.learner.lora and self.learner.lora.load_in_4bit) and self.reference.path is None
 
     @property
     def uses_critic(self) -> bool:

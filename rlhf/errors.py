@@ -71,3 +71,7 @@ class CheckpointError(RlhfError, RuntimeError):
 def one_line(error: BaseException) -> str:
     """The text of a foreign error on one line, to quote in a message of ours."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+class EpisodeFailedError(RlhfError):
+    """An environment raised."""

@@ -76,7 +76,7 @@ def worth_sharing(batch: "TrainBatch") -> bool:
 def whole_groups(batch: "TrainBatch", *, share_prompts: bool) -> list[Unit]:
     """Every sequence by itself or, with ``share_prompts``, all neighbours with the same prompt together."""
     runs = batch.prompt_runs() if share_prompts else [range(i, i + 1) for i in range(batch.num_sequences)]
-    prompts, completions = batch.prompt_lengths.tolist(), batch.completion_lengths.tolist()
+    prompts, completions = batch.prompt_lengths.tolist(), batch.lengths_after_prompt.tolist()
     return [Unit(run, prompt_spans(prompts[run.start], completions[run.start : run.stop])) for run in runs]
 
 

@@ -56,7 +56,7 @@ RULES = (
         learner.micro_batch_tokens learner.logits_chunk_tokens learner.compile
         learner.checkpointed_layers learner.offload_when_idle learner.float32_gradients
         reference.num_ranks reference.micro_batch_tokens reference.cpus_per_rank
-        reward.num_workers reward.function_timeout_s
+        reward.num_workers reward.function_timeout_s environment.num_workers environment.episodes_per_worker
         reward.model.num_ranks reward.model.micro_batch_tokens reward.model.cpus_per_rank
         rollout.num_workers rollout.extra_kinds rollout.autoscale.* rollout.max_failures rollout.tensor_parallel_size
         rollout.gpu_memory_fraction rollout.cpu_kv_cache_mib rollout.max_num_seqs rollout.enforce_eager
@@ -91,6 +91,8 @@ RULES = (
         """
         rollout.max_completion_tokens rollout.temperature rollout.top_p rollout.top_k rollout.stop rollout.ignore_eos
         rollout.eval_temperature rollout.seed_requests rollout.max_staleness
+        environment.path environment.tools environment.max_turns environment.max_context_tokens
+        environment.step_timeout_s environment.retries environment.on_failure
         """,
     ),
     Rule(
@@ -108,7 +110,7 @@ RULES = (
         "refuse",
         "the optimizer's moments and the critic come from that objective",
         """
-        algorithm.name algorithm.advantage algorithm.loss algorithm.loss_type algorithm.scale_rewards
+        algorithm.name algorithm.advantage algorithm.loss algorithm.loss_type algorithm.scale_rewards algorithm.credit
         algorithm.importance_sampling_level
         algorithm.kl_bias_correction algorithm.kl_estimator algorithm.whiten_advantages
         """,
@@ -162,11 +164,11 @@ def describe_run(
     """
     fingerprints = {
         "tokenizer": tokenizer_fingerprint(tokenizer),
-        "model": _shape_fingerprint(config.model.path, "model.path"),
+        "model": model_fingerprint(config.model.path, "model.path"),
         "data": data,
     }
     if isinstance(config, Config) and config.uses_critic:
-        fingerprints["critic"] = _shape_fingerprint(config.critic.path or config.model.path, "critic.path")
+        fingerprints["critic"] = model_fingerprint(config.critic.path or config.model.path, "critic.path")
     plain = json.loads(json.dumps(asdict(config), default=str))
     sources = _source_digests(config) if isinstance(config, Config) else {}
     return {"config": plain, "fingerprints": fingerprints, "sources": sources, "num_steps": num_steps}
@@ -185,7 +187,7 @@ def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     return _digest([tokenizer.get_vocab(), added, tokenizer.special_tokens_map, tokenizer.chat_template])
 
 
-def _shape_fingerprint(path: str, key: str) -> str:
+def model_fingerprint(path: str, key: str) -> str:
     """Hex digest of a model's config.json, on disk or on the hub, without its provenance."""
     from transformers import PretrainedConfig
 
@@ -252,7 +254,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tup
         was, now = before.get(key, UNSET), after.get(key, UNSET)
         if was == now or (key in PATHS and _same_path(was, now)):
             continue
-        if was == UNSET and now is None:
+        if was == UNSET and (now is None or now is False):
             continue  # an unused key that the checkpoint's version did not have
         if key.startswith("critic.") and not ALGORITHMS[after["algorithm.name"]].critic:
             continue  # there is no critic

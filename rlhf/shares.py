@@ -19,6 +19,7 @@ from rlhf.packing import Unit, plan_micro_batches, prompt_units, split_minibatch
 
 # tensors that no plan depends on: not copied for the mini-batch that is being planned
 NOT_PLANNED_BY = ("advantages", "returns", "values", "old_logprobs", "ref_logprobs", "rollout_logprobs", "entropy_mask")
+NOT_LEARNT_FROM = ("loss_weights", "turns", "turn_rewards")  # the steps have weights of their own; advantages the rest
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Plan:
         """Built when asked for, because all ranks' shares together take as much memory as the batch."""
         own = sorted({i for step in self.steps for indices in step.micro_batches[rank] for i in indices})
         place = {sequence: row for row, sequence in enumerate(own)}
-        rows = part_of(self.batch.with_(loss_weights=None), own)
+        rows = part_of(self.batch.with_(**dict.fromkeys(NOT_LEARNT_FROM)), own)
         return Share(rows, [step.share(rank, place) for step in self.steps], self.num_compared)
 
     def merge(self, scores: Sequence[Tensor]) -> Tensor:

@@ -130,7 +130,7 @@ class FakeFactory:
     """
 
     def __init__(self, fake_ray: FakeRay) -> None:
-        self._ray = fake_ray
+        self.fake_ray = fake_ray
         self.answers: dict[str, Any] = {"start": "10.0.0.1", "collect": IN_FLIGHT, "receive_objects": [[CHECKSUM]]}
         self.actors: list[FakeActor] = []  # by worker id
         self.kinds: list[str] = []
@@ -140,7 +140,7 @@ class FakeFactory:
 
     def launch(self, worker: int, kind: str) -> Launch:
         assert worker == len(self.actors)
-        actor = self._ray.actor(**self.answers)
+        actor = self.fake_ray.actor(**self.answers)
         self.actors.append(actor)
         self.kinds.append(kind)
         return Launch(actor, actor.start.remote())

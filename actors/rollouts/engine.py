@@ -36,10 +36,13 @@ class Request:
 
     key: str
     prompt_id: int
-    token_ids: list[int]  # of the prompt
+    token_ids: list[int]  # of the prompt; later in an episode, of all that has been said
     sample_index: int  # within the group
     greedy: bool = False
     logprobs: bool = False  # for this completion, even if the run asks for none
+    turn: int = 0  # of its episode
+    max_tokens: int | None = None  # None: rollout.max_completion_tokens
+    cached_since: int | None = None  # a weight version whose cache it may use, though another is current
 
 
 def request_key(group_id: int, sample: int) -> str:
@@ -55,6 +58,7 @@ def group_of(key: str) -> str:
 def request_seed(run_seed: int, request: Request) -> int:
     """The completion's own seed, 63 bits: the same whichever worker samples it, however often."""
     text = f"{run_seed}/{request.prompt_id}/{request.sample_index}/{request.greedy}"
+    text += f"/{request.turn}" if request.turn else ""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
@@ -84,7 +88,8 @@ class Engine(Protocol):
     # Sampling
 
     def add(self, request: Request, version: int) -> None:
-        """Accepts a request. Nothing cached under another weight ``version`` may be used for it."""
+        """Accepts a request. Nothing cached under another weight ``version`` may be used for it, or under another than
+        its ``cached_since``: an episode keeps the cache that it began with."""
         ...
 
     def abort(self, keys: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from actors import stacks
 from actors.control import RunControl, no_room
+from actors.environments.crew import Crew, Turn
 from actors.group import ActorGroup, Deadline, Member, wait_for_some
 from actors.rollouts.autoscale import Autoscaler, LoadMeter
 from actors.rollouts.engine import Completion, Request, request_key
@@ -29,6 +30,7 @@ LISTEN_S = 0.2  # the longest that the listening thread waits for a worker to an
 # Asking Ray about a call, and looking at a worker, cost some microseconds each: a large pool does so less often.
 LINGER_S = 1e-4  # for each call in flight: how long more answers may take to be heard together with the first
 LOOK_S = 5e-4  # for each worker: the time between two looks at all of them
+OPEN_PER_SAMPLE = 2  # episodes for each completion that workers can sample at once: while one acts, another samples
 
 
 @dataclass
@@ -54,7 +56,7 @@ class GroupInProgress:
 
 
 class RolloutPool:
-    """Implements ``rlhf.roles.Rollouts``."""
+    """Implements ``rlhf.roles.Rollouts``, and ``Turns`` for the episodes of an environment."""
 
     def __init__(
         self,
@@ -73,7 +75,8 @@ class RolloutPool:
         self._shares_gpus, self._asleep = shares_gpus, False
         self._may_start = True  # False while the learner holds the memory that a new worker needs, or is about to
         self._transport: Transport | None = None
-        self._groups: dict[int, GroupInProgress] = {}
+        self._environments: Crew | None = None
+        self._groups: dict[int, GroupInProgress | Turn] = {}
         self._finished: dict[int, list[Rollout]] = {}
         self._load = LoadMeter(on_policy=config.rollout.max_staleness == 0)
         self._autoscaler = Autoscaler(config.rollout.autoscale) if config.rollout.autoscale else None
@@ -95,9 +98,13 @@ class RolloutPool:
         self._supervisor.await_started()
         self._thread.start()
 
-    def connect(self, transport: Transport) -> None:
-        """Sets how weights arrive from the learner. Without, workers serve the model that they have loaded."""
-        self._transport = transport
+    def connect(self, transport: Transport | None, environments: Crew | None = None) -> None:
+        """Sets how weights arrive from the learner (None: workers serve the model that they have loaded), and who runs
+        the episodes of an environment; without one, a group consists of single completions."""
+        with self._lock:
+            self._transport, self._environments = transport, environments
+            if environments:
+                environments.connect(self)
 
     def close(self) -> None:
         """Ends the listening thread and every worker."""
@@ -140,6 +147,12 @@ class RolloutPool:
         """Queues groups; each goes to a single worker, so that its completions share their prompt's cache."""
         assert not self._asleep, "a sleeping pool cannot sample; publish wakes it"
         with self._lock:
+            if self._environments:
+                ids = self._environments.submit(
+                    prompts, group_size=group_size, greedy=greedy, with_logprobs=with_logprobs
+                )
+                self._open_episodes()
+                return ids
             ids = []
             for position, prompt in enumerate(prompts):
                 group_id = self._scheduler.enqueue(
@@ -183,14 +196,51 @@ class RolloutPool:
             requests[assignment.worker] += [self._groups[group_id].request(group_id, i) for i in assignment.samples]
         self._supervisor.send(requests)
 
-    def _take(self, group_id: int, sample: int, completion: Completion) -> None:
+    def _take(self, worker_id: int, group_id: int, sample: int, completion: Completion) -> None:
         """Takes a completion that came back; the last one finishes its group."""
         group = self._groups[group_id]
+        if isinstance(group, Turn):
+            assert self._environments
+            del self._groups[group_id]
+            self._environments.answer(group, worker_id, completion)
+            return
         group.add(sample, completion)
         if len(group.rollouts) == group.size:
             del self._groups[group_id]
-            self._finished[group_id] = [group.rollouts[i] for i in range(group.size)]
-            self._lock.notify_all()
+            self.finish(group_id, [group.rollouts[i] for i in range(group.size)])
+
+    # Turns: what the environments ask for
+
+    def sample(self, turn: Turn) -> int:
+        """Queues a turn of an episode, before the first turns of others; returns its id."""
+        episode, num_tokens = turn.episode, len(turn.asked.token_ids)
+        if turn.asked.turn == 0:
+            turn_id = self._scheduler.enqueue(prompt_id=turn.group.prompt.id, prompt_tokens=num_tokens, num_samples=1)
+        else:
+            turn_id = self._scheduler.enqueue_turn(
+                prompt_id=turn.group.prompt.id,
+                prompt_tokens=num_tokens,
+                home=episode.home,
+                cached_tokens=episode.cached_tokens,
+            )
+        self._groups[turn_id] = turn
+        return turn_id
+
+    def cancel(self, turn_id: int) -> None:
+        """Nobody wants this turn any more."""
+        del self._groups[turn_id]
+        self._supervisor.cancel(turn_id)
+
+    def finish(self, group_id: int, rollouts: list[Rollout]) -> None:
+        """A group is done: the driver may have it."""
+        self._finished[group_id] = rollouts
+        self._lock.notify_all()
+
+    def _open_episodes(self) -> None:
+        """Begins as many as keep the workers busy."""
+        assert self._environments
+        capacity = sum(worker.capacity for worker in self._scheduler.in_state(State.LIVE))
+        self._environments.open(most=OPEN_PER_SAMPLE * capacity, version=self._scheduler.version)
 
     # Weights
 
@@ -281,6 +331,7 @@ class RolloutPool:
             "pool/busy_s": load.busy_worker_s / max(1, len(live)),
             "pool/idle_fraction": load.idle_fraction,
             "pool/wait_fraction": load.wait_fraction,
+            **(self._environments.metrics() if self._environments else {}),
         }
 
     # The listening thread
@@ -290,13 +341,21 @@ class RolloutPool:
             while not self._closing.is_set():
                 with self._lock:
                     refs = self._supervisor.refs()
-                if not refs:
+                    env_refs = self._environments.refs() if self._environments else {}
+                calls = [*refs, *env_refs]
+                if not calls:
                     time.sleep(LISTEN_S)
-                ready = wait_for_some(list(refs), LISTEN_S, linger_s=len(refs) * LINGER_S) if refs else []
+                ready = wait_for_some(calls, LISTEN_S, linger_s=len(calls) * LINGER_S) if calls else []
                 with self._lock:
                     for ref in ready:
+                        if self._environments and ref in env_refs:
+                            self._environments.hear(env_refs[ref], ref)
+                            continue
                         for accepted in self._supervisor.hear(refs[ref], ref):
                             self._take(*accepted)
+                    if self._environments:
+                        self._environments.flush()
+                        self._open_episodes()
                     if time.monotonic() - self._looked_s >= LOOK_S * len(self._scheduler.workers):
                         self._look_around()
                     elif self._scheduler.queue:
@@ -313,6 +372,8 @@ class RolloutPool:
         for kind, count in self._control.poll(self._supervisor.status, dict(self._supervisor.targets)).items():
             self.scale(kind, count, "requested by rlhf scale")
         self._supervisor.reconcile(asleep=self._asleep, may_start=self._may_start)
+        if self._environments:
+            self._environments.look()
         if self._driver_waits and self._scheduler.version >= 0 and (joining := self._scheduler.in_state(State.SYNCING)):
             self._sync(joining)
         self._dispatch()

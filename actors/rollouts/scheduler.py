@@ -13,6 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import takewhile
 
 import numpy as np
 
@@ -65,6 +66,9 @@ class Group:
     num_samples: int
     missing: set[int]  # sample indices that have not come back
     holders: set[int] = field(default_factory=set)  # workers that sample it, or did when it finished: at most two
+    home: int = -1  # the worker that has the first ``cached_tokens`` of its prompt; -1: none
+    cached_tokens: int = 0
+    continues: bool = False  # an episode that has begun, which goes before those that have not
     losses: int = 0  # holders in a row that failed before a sample came back, each started after the previous failure
     counted_until: int = 0  # workers with lower ids existed at the last loss: their failures may have the same cause
 
@@ -203,11 +207,35 @@ class Scheduler:
 
     def enqueue(self, *, prompt_id: int, prompt_tokens: int, num_samples: int) -> int:
         """Queues a new group; returns its id."""
+        group = self._new_group(prompt_id, prompt_tokens, num_samples)
+        self.queue.append(group.id)
+        return group.id
+
+    def enqueue_turn(self, *, prompt_id: int, prompt_tokens: int, home: int, cached_tokens: int) -> int:
+        """Queues the next turn of an episode behind other such turns; returns its id as a group of one.
+
+        Worker ``home`` has ``cached_tokens`` of its ``prompt_tokens``, and gets it unless another would finish it
+        sooner all the same.
+        """
+        group = self._new_group(prompt_id, prompt_tokens, 1)
+        group.home, group.cached_tokens, group.continues = home, cached_tokens, True
+        waiting = takewhile(lambda i: self.groups[i].continues, self.queue)
+        self.queue.insert(sum(1 for _ in waiting), group.id)
+        return group.id
+
+    def _new_group(self, prompt_id: int, prompt_tokens: int, num_samples: int) -> Group:
         group = Group(self._next_group, prompt_id, prompt_tokens, num_samples, set(range(num_samples)))
         self._next_group += 1
         self.groups[group.id] = group
-        self.queue.append(group.id)
-        return group.id
+        return group
+
+    def cancel(self, group_id: int) -> Group | None:
+        """Ends a group that nobody wants any more; returns it with its holders, None if it has ended."""
+        if group_id not in self.groups:
+            return None
+        group = self.groups[group_id]
+        self._drop(group_id)
+        return group
 
     def dispatch(self) -> list[Assignment]:
         """Hands out queued groups in order, each to the live worker with room that would finish it soonest."""
@@ -219,9 +247,11 @@ class Scheduler:
         pace = np.array(self._expected_paces(live))
         tokens = np.array([self.outstanding_tokens(w) for w in live])
         room = np.array([w.capacity - w.samples if w.groups else np.inf for w in live])
+        ids = np.array([w.id for w in live])
         while self.queue:
             group = self.groups[self.queue[0]]
-            finish = np.where(room >= len(group.missing), (tokens + self._cost(group)) / pace, np.inf)
+            ahead = tokens + self._cost(group) - group.cached_tokens * (ids == group.home)
+            finish = np.where(room >= len(group.missing), ahead / pace, np.inf)
             best = int(finish.argmin())  # the first of those that are equal
             if finish[best] == np.inf:
                 break

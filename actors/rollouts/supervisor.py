@@ -22,7 +22,7 @@ MAX_REPORTS_PER_S = 50  # of workers that have nothing to report
 MAX_BACKOFF_S = 60.0  # between attempts to start a worker
 PACE_OVER_S = 2.0  # a worker's pace is measured over at least this long
 
-Accepted = tuple[int, int, Completion]  # (group id, sample index, what was sampled)
+Accepted = tuple[int, int, int, Completion]  # (worker id, group id, sample index, what was sampled)
 
 
 @dataclass
@@ -237,13 +237,17 @@ class Supervisor:
         self._processes[worker_id].pending.add(ref)
         self._in_flight[ref] = worker_id
 
-    def _abort_rest(self, group: Group) -> None:
-        """If two workers held a finished group, drops what the slower one is still sampling."""
-        if len(group.holders) > 1:
-            keys = [request_key(group.id, sample) for sample in range(group.num_samples)]
-            for worker_id in group.holders:
-                handle = self._processes[worker_id].member.handle
-                self._expect(worker_id, handle.abort.remote(keys))
+    def cancel(self, group_id: int) -> None:
+        """Nobody wants this group any more, if it has not ended."""
+        if group := self.scheduler.cancel(group_id):
+            self._abort(group)
+
+    def _abort(self, group: Group) -> None:
+        """Drops what the holders of a group are still sampling."""
+        keys = [request_key(group.id, sample) for sample in range(group.num_samples)]
+        for worker_id in group.holders:
+            handle = self._processes[worker_id].member.handle
+            self._expect(worker_id, handle.abort.remote(keys))
 
     # Listening
 
@@ -296,17 +300,17 @@ class Supervisor:
             self._starts[self.scheduler.workers[worker_id].kind] = Starts()
         self._collect(worker_id)
         self._measure_pace(worker_id, report.generated_tokens)
-        return [accepted for completion in report.finished if (accepted := self._accept(completion))]
+        return [accepted for completion in report.finished if (accepted := self._accept(worker_id, completion))]
 
-    def _accept(self, completion: Completion) -> Accepted | None:
+    def _accept(self, worker_id: int, completion: Completion) -> Accepted | None:
         """A completion with its place in its group, or None if another worker was faster."""
         group_id, sample = map(int, completion.key.split("."))
         group = self.scheduler.groups.get(group_id)
         if group is None or not self.scheduler.sample_done(group_id, sample, len(completion.token_ids)):
             return None
-        if not group.missing:
-            self._abort_rest(group)
-        return group_id, sample, completion
+        if not group.missing and len(group.holders) > 1:
+            self._abort(group)  # the slower one
+        return worker_id, group_id, sample, completion
 
     def _measure_pace(self, worker_id: int, generated_tokens: int) -> None:
         process, now = self._processes[worker_id], time.monotonic()

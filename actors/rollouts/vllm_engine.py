@@ -42,7 +42,8 @@ class VllmEngine:
 
     def add(self, request: Request, version: int) -> None:
         """The salt keeps the request from the prefix cache of older weights, which outlives a change of weights."""
-        prompt = {"prompt_token_ids": request.token_ids, "cache_salt": f"v{version}"}
+        salt = version if request.cached_since is None else request.cached_since
+        prompt = {"prompt_token_ids": request.token_ids, "cache_salt": f"v{salt}"}
         self.llm.add_request(request.key, prompt, self._sampling_params(request))
 
     def abort(self, keys: Sequence[str]) -> None:
@@ -94,7 +95,7 @@ class VllmEngine:
             temperature=config.eval_temperature if request.greedy else config.temperature,
             top_p=config.top_p,
             top_k=config.top_k,
-            max_tokens=config.max_completion_tokens,
+            max_tokens=request.max_tokens or config.max_completion_tokens,
             stop=list(config.stop) or None,
             ignore_eos=config.ignore_eos,
             detokenize=bool(config.stop),

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from actors.environment import LOOPBACK
+from actors.process_env import LOOPBACK
 from rlhf.errors import DeadlineError, WeightSyncError, one_line
 
 NUM_SLOTS = 2  # one is in flight while the other is filled or emptied

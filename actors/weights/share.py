@@ -79,7 +79,7 @@ def shareable_memory(num_bytes: int, device: torch.device) -> tuple[Tensor, byte
     if device.type == "cpu":
         path = f"/proc/{os.getpid()}/fd/{os.memfd_create('rlhf-weights')}"
         return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8), path.encode()
-    # CUDA IPC shares only plain segments; this process's others are expandable (actors.environment.gpu_env).
+    # CUDA IPC shares only plain segments; this process's others are expandable (actors.process_env.gpu_env).
     torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
     memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     torch._C._accelerator_setAllocatorSettings(os.environ.get("PYTORCH_ALLOC_CONF", ""))

@@ -11,7 +11,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.connect import join
-from actors.environment import PROJECT_ROOT
+from actors.process_env import PROJECT_ROOT
 from rlhf.errors import one_line
 
 

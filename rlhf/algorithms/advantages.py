@@ -27,19 +27,25 @@ class AdvantageInputs:
     """An estimator's inputs: the S completions of a training step, with N tokens in total. Read-only.
 
     Completions of one prompt are neighbours. Per-token tensors hold the completions concatenated, delimited by
-    ``completion_lengths``; T also counts the prompts, each before its completion. All are on the CPU.
+    ``completion_lengths``; T also counts the prompts, each before its completion. In an environment a completion is
+    what the model sampled, in all turns; T then counts what it observed between them, too. All are on the CPU.
     """
 
     rewards: Tensor  # float32 [S], clipped and, with rloo, minus the KL; NaN where none was given
     group_size: int  # completions per prompt; divides S
     completion_lengths: Tensor  # int64 [S]
     truncated: Tensor  # bool [S]: cut at the length limit
-    tokens: Tensor  # int64 [T]: prompt then completion, sequence after sequence
+    tokens: Tensor  # int64 [T]: prompt then completion and observations, sequence after sequence
     prompt_lengths: Tensor  # int64 [S]
     versions: Tensor  # int32 [N]: of the weights that sampled each token
     old_logprobs: Tensor | None  # float32 [N], from the learner; None unless the KL is subtracted from the reward
     ref_logprobs: Tensor | None  # float32 [N], from the reference; None with algorithm.beta=0
     rollout_logprobs: Tensor | None  # float32 [N], from the sampler, NaN where not requested; None if it never was
+    # None without an environment:
+    sampled: Tensor | None = None  # bool [T]: the completions' tokens among ``tokens``; the others were given
+    tail_lengths: Tensor | None = None  # int64 [S]: all tokens after the prompt
+    turns: Tensor | None = None  # int32 [N]: which turn of its episode a token belongs to
+    turn_rewards: Tensor | None = None  # float32 [N], at a turn's last token; part of ``rewards``
 
     @classmethod
     def of(cls, batch: TrainBatch, rewards: Tensor, group_size: int) -> "AdvantageInputs":
@@ -54,6 +60,10 @@ class AdvantageInputs:
             old_logprobs=batch.old_logprobs,
             ref_logprobs=batch.ref_logprobs,
             rollout_logprobs=batch.rollout_logprobs,
+            sampled=batch.sampled,
+            tail_lengths=batch.tail_lengths,
+            turns=batch.turns,
+            turn_rewards=batch.turn_rewards,
         )
 
 
@@ -154,6 +164,30 @@ def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
         return groups - others
 
     return _by_group(rewards, group_size, less_others)
+
+
+def leave_one_out_of_turns(inputs: AdvantageInputs) -> Tensor:
+    """``leave_one_out`` turn by turn: what followed turn k, minus the mean of what followed it in the others.
+
+        G_ik = sum_{l >= k} r_il + r_i                  rewards of turn k and later, and of the end
+        A_ik = G_ik - sum_{j != i} G_jk / (G - 1)       0 for j that had ended before turn k
+
+    The baseline of a turn depends on other episodes alone, so it leaves the policy gradient unbiased (Williams 1992).
+    An average over those that got as far as turn k would not: who got there depends on what was done before.
+
+    Returns float [N]: the same for all tokens of a turn.
+    """
+    assert inputs.turns is not None and inputs.turn_rewards is not None
+    sequence = torch.arange(len(inputs.rewards)).repeat_interleave(inputs.completion_lengths)
+    turns = inputs.turns.long()
+    by_turn = torch.zeros(len(inputs.rewards), int(turns.max()) + 1)
+    given = by_turn.index_put((sequence, turns), inputs.turn_rewards, accumulate=True)
+    reached = by_turn.index_put((sequence, turns), torch.ones(())) > 0
+    at_end = inputs.rewards - given.sum(1)  # NaN for those without a reward
+    followed = given.flip(1).cumsum(1).flip(1) + at_end[:, None]
+    followed = torch.where(reached | at_end.isnan()[:, None], followed, 0.0)
+    less_others = [leave_one_out(of_turn, inputs.group_size) for of_turn in followed.unbind(1)]
+    return torch.stack(less_others, 1)[sequence, turns]
 
 
 def reinforce_plus_plus_baseline(rewards: Tensor, group_size: int) -> Tensor:

@@ -9,6 +9,7 @@ from rlhf.algorithms.advantages import (
     clip_rewards,
     group_normalized,
     leave_one_out,
+    leave_one_out_of_turns,
     reinforce_plus_plus_baseline,
 )
 from rlhf.algorithms.kl import KLEstimator, per_token_kl
@@ -67,6 +68,8 @@ def grpo(config: AlgorithmConfig) -> GroupBaseline:
 def rloo(config: AlgorithmConfig) -> GroupBaseline:
     """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740): the rest of the group is the baseline, and the
     KL to the reference is part of the reward."""
+    if config.credit == "turn":
+        return GroupBaseline(config, leave_one_out_of_turns)
     return GroupBaseline(config, lambda x: leave_one_out(x.rewards, x.group_size))
 
 

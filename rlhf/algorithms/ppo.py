@@ -1,7 +1,8 @@
 """Proximal Policy Optimization for language models (Schulman et al. 2017, arXiv 1707.06347; Ziegler et al. 2019).
 
-The reward of a token is ``-beta * KL`` to the reference, plus the completion's score at its last token;
-advantages and returns come from generalised advantage estimation over the critic's values.
+The reward of a token is ``-beta * KL`` to the reference, plus the completion's score at its last token; what an
+environment gave for a turn comes at that turn's last token instead. Advantages and returns come from generalised
+advantage estimation over the critic's values.
 """
 
 from typing import Any
@@ -35,7 +36,11 @@ class Ppo:
         kl, beta = self._kl(batch), self._controller.beta
         scores = self._scores(batch)
         mask = completion_mask(lengths)
-        rewards = place_scores(pad(-beta * kl, lengths), scores, mask)
+        at_end, for_tokens = scores, -beta * kl
+        if batch.turn_rewards is not None:
+            at_end = at_end - sum_sequences(batch.turn_rewards, lengths)
+            for_tokens = for_tokens + batch.turn_rewards
+        rewards = place_scores(pad(for_tokens, lengths), at_end, mask)
         advantages, returns = gae(rewards, pad(batch.values, lengths), mask, gamma=config.gamma, lam=config.lam)
         advantages, returns = (x.masked_fill(batch.abstained[:, None], 0.0) for x in (advantages, returns))
         if config.whiten_advantages:

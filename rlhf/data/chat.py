@@ -79,7 +79,7 @@ def check_template_kwargs(kwargs: Mapping[str, Any], tokenizer: "PreTrainedToken
 
 def render_chat(
     tokenizer: "PreTrainedTokenizerBase",
-    chat: Sequence[Mapping[str, str]],
+    chat: Sequence[Mapping[str, Any]],
     *,
     date: str | None,
     add_generation_prompt: bool = False,
@@ -107,15 +107,22 @@ def drop_second_bos(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") ->
 
 
 def answer_tokens(
-    tokenizer: "PreTrainedTokenizerBase", prompt: str | list[dict[str, str]], answer: str, *, date: str | None = None
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt: str | list[dict[str, str]],
+    answer: str | list[dict[str, Any]],
+    *,
+    date: str | None = None,
 ) -> list[int]:
     """The tokens a reward model reads for a prompt, plain or a chat, and its answer: the same in training and in use.
 
-    A chat needs a tokenizer with a chat template; ``date``: see ``render_chat``.
+    An answer of several messages is what followed the prompt in an environment. A chat needs a tokenizer with a chat
+    template; ``date``: see ``render_chat``.
     """
     if isinstance(prompt, str):
+        assert isinstance(answer, str), "environments are for chats"
         return list(drop_second_bos(tokenizer(prompt + answer, verbose=False)["input_ids"], tokenizer))  # type: ignore[arg-type]
-    text = render_chat(tokenizer, [*prompt, {"role": "assistant", "content": answer}], date=date)
+    messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    text = render_chat(tokenizer, [*prompt, *messages], date=date)
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[return-value]
 
 

@@ -4,6 +4,7 @@ Every error is one line that names the key and the source. Rows count from 1, wi
 """
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -92,13 +93,14 @@ def load_prompts(
     split: Split,
     seed: int,
     key: str | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> PromptSet:
     """Reads ``source``, applies the chat template to chats, tokenises, and drops or truncates over-long prompts.
 
     Plain prompts get the tokenizer's special tokens; a chat gets those of its template only. ``split='eval'`` keeps the
-    first ``data.eval_size`` rows. ``seed`` affects only built-in tasks. ``key``: where the configuration names the
-    source, for errors (None: data.train or data.eval). Raises DataError if the source cannot be read or has no usable
-    prompt, ConfigError if ``config`` does not fit it.
+    first ``data.eval_size`` rows. ``seed`` affects only built-in tasks; ``tools`` are schemas that chats tell of;
+    ``key``: where the configuration names the source, for errors (None: data.train or data.eval). Raises DataError if
+    the source cannot be read or has no usable prompt, ConfigError if ``config`` does not fit it.
     """
     where = f"{key or f'data.{split}'}={source}"
     if config.task_args and all(task_name(s or "") is None for s in (source, config.train, config.eval)):
@@ -109,7 +111,7 @@ def load_prompts(
     is_chat = _check_prompts(values, where)
     if is_chat:
         chats = [_with_system_prompt(plain_messages(chat), config.system_prompt) for chat in values]
-        texts = _render(chats, config, tokenizer, where)
+        texts = _render(chats, config, tokenizer, where, tools)
     else:
         _refuse_chat_settings(config, where)
         chats, texts = None, values
@@ -144,7 +146,13 @@ def _with_system_prompt(chat: Chat, system_prompt: str | None) -> Chat:
     return [{"role": "system", "content": system_prompt}, *chat]
 
 
-def _render(chats: list[Chat], config: DataConfig, tokenizer: "PreTrainedTokenizerBase", where: str) -> list[str]:
+def _render(
+    chats: list[Chat],
+    config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    where: str,
+    tools: Sequence[Mapping[str, Any]],
+) -> list[str]:
     if tokenizer.chat_template is None:
         raise DataError(
             f"{where}: chat prompts need a chat template, but the tokenizer of model.path has none; use an instruct "
@@ -152,6 +160,7 @@ def _render(chats: list[Chat], config: DataConfig, tokenizer: "PreTrainedTokeniz
         )
     kwargs = config.chat_template_kwargs
     check_template_kwargs(kwargs, tokenizer)
+    kwargs = {**kwargs, **({"tools": list(tools)} if tools else {})}
     texts: list[str] = []
     for row, chat in enumerate(chats, start=1):
         try:

@@ -112,7 +112,63 @@ class SortWords(Task):
         return {"prompt": _user(question), "answer": ", ".join(sorted(words))}
 
 
-TASKS: dict[str, type[Task]] = {"arithmetic": Arithmetic, "phrases": Phrases, "sort_words": SortWords}
+@dataclass(frozen=True)
+class Guess(Task):
+    """Chat: 'Guess my number, from 1 to 9.' Columns ``secret`` and ``num_guesses``. Made for environment.path=guess."""
+
+    largest: int = 9
+    num_guesses: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_count("largest", self.largest, 1)
+        _require_count("num_guesses", self.num_guesses, 1)
+
+    def draw(self, rng: Random) -> Row:
+        game = rng.randrange(10**6)  # rows are told apart by their prompts, and many have the same number
+        question = f"Game {game}: guess my number, from 1 to {self.largest}. You have {self.num_guesses} guesses."
+        return {
+            "prompt": _user(question),
+            "secret": rng.randint(1, self.largest),
+            "num_guesses": self.num_guesses,
+        }
+
+
+@dataclass(frozen=True)
+class Calculator(Task):
+    """Chat: 'What is 417 * (38 - 512) + 96?' Column ``answer``: '-197562'. Made for environment.path=calculator."""
+
+    max_operand: int = 999
+    num_operands: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_count("max_operand", self.max_operand, 1)
+        _require_count("num_operands", self.num_operands, 2, 8)
+
+    def draw(self, rng: Random) -> Row:
+        text, value = self._sum(rng, self.num_operands)
+        return {"prompt": _user(f"What is {text}?"), "answer": str(value)}
+
+    def _sum(self, rng: Random, num_operands: int) -> tuple[str, int]:
+        """Its text, and its value."""
+        if num_operands == 1:
+            number = rng.randint(1, self.max_operand)
+            return str(number), number
+        size = rng.randint(1, num_operands - 1)
+        (left, a), (right, b) = self._sum(rng, size), self._sum(rng, num_operands - size)
+        operation = rng.choice(OPERATIONS)
+        left, right = (f"({text})" if " " in text else text for text in (left, right))
+        return f"{left} {operation} {right}", {"+": a + b, "-": a - b, "*": a * b}[operation]
+
+
+TASKS: dict[str, type[Task]] = {
+    "arithmetic": Arithmetic,
+    "calculator": Calculator,
+    "guess": Guess,
+    "phrases": Phrases,
+    "sort_words": SortWords,
+}
 
 
 def _user(content: str) -> list[dict[str, str]]:

@@ -26,7 +26,7 @@ class PackedInputs:
     max_length: int
     max_keys: int
     predictors: Tensor  # int64 [N]: the position whose hidden state predicts each completion token
-    targets: Tensor  # int64 [N]: the completion tokens themselves
+    targets: Tensor  # int64 [N]: the completion tokens themselves, without what was only observed
     attended: Tensor | None  # int64 [K]: the tokens each span attends to, concatenated; None: only its own
 
 
@@ -57,9 +57,9 @@ def packed_inputs(batch: TrainBatch, device: torch.device, *, share_prompts: boo
     groups = whole_groups(batch, share_prompts=share_prompts)
     lengths = batch.sequence_lengths
     positions = torch.arange(len(batch.tokens)) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    is_completion = positions >= batch.prompt_lengths.repeat_interleave(lengths)
-    completion = is_completion.nonzero(as_tuple=True)[0]
-    computed, place = _places(batch, groups, positions, is_completion)
+    after_prompt = positions >= batch.prompt_lengths.repeat_interleave(lengths)
+    completion = (after_prompt if batch.sampled is None else batch.sampled).nonzero(as_tuple=True)[0]
+    computed, place = _places(batch, groups, positions, after_prompt)
     spans = [span for group in groups for span in group.spans]
     num_tokens, num_keys = torch.tensor(spans).unbind(1)
     shared = len(spans) > len(groups)
@@ -88,17 +88,17 @@ def packed_inputs(batch: TrainBatch, device: torch.device, *, share_prompts: boo
 
 
 def _places(
-    batch: TrainBatch, groups: Sequence[Unit], positions: Tensor, is_completion: Tensor
+    batch: TrainBatch, groups: Sequence[Unit], positions: Tensor, after_prompt: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Where each token of a batch is computed: prompt tokens in the first sequence of their group, others in their own.
 
-    All arguments and results are per token of the batch: ``positions`` int64 and ``is_completion`` bool; returns
+    All arguments and results are per token of the batch: ``positions`` int64 and ``after_prompt`` bool; returns
     whether a token is computed in its own sequence, bool, and its place in the row of computed tokens, int64.
     """
     lengths, index = batch.sequence_lengths, torch.arange(len(batch.tokens))
     starts = lengths.cumsum(0) - lengths
     first = torch.tensor([group.members.start for group in groups for _ in group.members])
-    source = torch.where(is_completion, index, starts[first].repeat_interleave(lengths) + positions)
+    source = torch.where(after_prompt, index, starts[first].repeat_interleave(lengths) + positions)
     computed = source == index
     return computed, (computed.cumsum(0) - 1)[source]
 

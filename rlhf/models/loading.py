@@ -7,6 +7,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -28,13 +29,15 @@ def load_policy(
     max_tokens: int | None = None,
     trust_remote_code: bool = False,
     key: str = "model.path",
+    empty: bool = False,
 ) -> PolicyModel:
     """A causal LM for packed scoring of sequences of up to ``max_tokens`` (None: the model's limit).
 
+    ``empty``: without its weights, on the meta device.
     Raises ConfigError, naming ``key``, if the family is not supported or the directory lacks part of the LM.
     """
     adjusted = load_model_config(path, key=key, max_tokens=max_tokens, trust_remote_code=trust_remote_code)
-    lm, missing = _load(AutoModelForCausalLM, path, adjusted, dtype, key, trust_remote_code)
+    lm, missing = _load(AutoModelForCausalLM, path, adjusted, dtype, key, trust_remote_code, empty)
     saved_as = [name for name in adjusted.config.architectures or () if "Classification" in name]
     if missing or saved_as:
         what = f"a {saved_as[0]}" if saved_as else "not whole"
@@ -51,8 +54,9 @@ def load_scalar(
     fresh_head: Literal["refused", "zero", "random"] = "refused",
     trust_remote_code: bool = False,
     key: str = "model.path",
+    empty: bool = False,
 ) -> ScalarModel:
-    """A one-label sequence classifier.
+    """A one-label sequence classifier; ``empty`` as in ``load_policy``.
 
     ``fresh_head``: the head for a directory without one, for example a causal LM's. ``zero``: a head that returns 0
     everywhere, as an untrained critic should: random values would only add noise to the first advantages
@@ -60,7 +64,7 @@ def load_scalar(
     """
     adjusted = load_model_config(path, key=key, max_tokens=max_tokens, trust_remote_code=trust_remote_code)
     adjusted.config.num_labels = 1
-    lm, missing = _load(AutoModelForSequenceClassification, path, adjusted, dtype, key, trust_remote_code)
+    lm, missing = _load(AutoModelForSequenceClassification, path, adjusted, dtype, key, trust_remote_code, empty)
     head_missing = [name for name in missing if name.startswith("score.")]
     if set(missing) - set(head_missing) or (head_missing and fresh_head == "refused"):
         raise ConfigError(
@@ -76,7 +80,7 @@ def load_scalar(
 
 
 def _load(
-    auto: Any, path: str, adjusted: Adjusted, dtype: torch.dtype, key: str, trust_remote_code: bool
+    auto: Any, path: str, adjusted: Adjusted, dtype: torch.dtype, key: str, trust_remote_code: bool, empty: bool
 ) -> tuple[PreTrainedModel, list[str]]:
     """The model, and the names of the parameters that its directory lacks."""
     irreplaceable = ConfigError(
@@ -90,6 +94,7 @@ def _load(
             dtype=dtype,
             attn_implementation=PACKED_ATTENTION,
             trust_remote_code=trust_remote_code,
+            device_map="meta" if empty else None,
             output_loading_info=True,
         )
     except KeyError as error:
@@ -111,3 +116,12 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
             f"model.path={model.path}: no tokenizer can be loaded from there ({str(error).splitlines()[0]}); give a "
             "Hugging Face directory, or a hub id that this machine can reach"
         ) from error
+
+
+def stop_ids(model: ModelConfig) -> list[int]:
+    """The tokens with which its generation configuration says that a reply ends; none if it has no such file."""
+    try:
+        found = GenerationConfig.from_pretrained(model.path).eos_token_id
+    except OSError:
+        return []
+    return list(found) if isinstance(found, list) else [] if found is None else [found]

@@ -13,6 +13,7 @@ from torch import nn
 
 from rlhf.config import LoraConfig, require
 from rlhf.errors import ConfigError
+from rlhf.models.nf4 import Nf4Linear
 from rlhf.models.packed import PackedModel, ScalarModel
 
 ALL_LINEAR = "all-linear"
@@ -26,9 +27,7 @@ def add_adapters(model: PackedModel, config: LoraConfig, *, key: str) -> None:
     """
     targets = ALL_LINEAR if ALL_LINEAR in config.target_modules else list(config.target_modules)
     head = ["score"] if isinstance(model, ScalarModel) else None
-    settings = PeftConfig(
-        r=config.r, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=targets, exclude_modules=head
-    )
+    settings = peft_config(config, target_modules=targets, exclude_modules=head)
     try:
         inject_adapter_in_model(settings, model.lm, adapter_name=ADAPTER)
     except ValueError as error:
@@ -37,12 +36,21 @@ def add_adapters(model: PackedModel, config: LoraConfig, *, key: str) -> None:
         if isinstance(module, LoraLayer):
             layer: Any = module
             base = layer.get_base_layer()
-            require(type(base) is nn.Linear, f"{key}.target_modules: {name} is a {type(base).__name__}, not linear")
-            a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+            require(
+                type(base) in (nn.Linear, Nf4Linear),
+                f"{key}.target_modules: {name} is a {type(base).__name__}, not linear",
+            )
+            dtype = base.dense_dtype if isinstance(base, Nf4Linear) else base.weight.dtype
+            a, b = (side[ADAPTER].to(dtype).weight for side in (layer.lora_A, layer.lora_B))
             model.adapters[f"{name}.base_layer.weight"] = a, b, layer.scaling[ADAPTER]
     if isinstance(model, ScalarModel):
         model.lm.score.requires_grad_(True)
     model.register_state_dict_post_hook(_drop_frozen)
+
+
+def peft_config(config: LoraConfig, **rest: Any) -> PeftConfig:
+    """PEFT's configuration; ``rest`` in its own terms."""
+    return PeftConfig(r=config.r, lora_alpha=config.alpha, lora_dropout=config.dropout, **rest)
 
 
 def _drop_frozen(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

@@ -21,6 +21,7 @@ ASLEEP_BYTES = 2.0 * GIB  # fitted: what a sleeping vLLM keeps
 RING_BUCKETS = 2  # a publish's buckets: one is filled while the other is sent (NUM_SLOTS of actors.weights.channel)
 REDUCE_BUCKET_ELEMENTS = 5e8  # DeepSpeed's reduce_bucket_size
 ALL_LAYERS = 10**6  # more than any model has
+NF4_BYTES = 0.5 + 4 / 64  # of a weight in four bits: its code, and its part of a float32 scale for 64
 LIVE_ELEMENTS = 1e9  # DeepSpeed's stage3_max_live_parameters and sub_group_size
 
 
@@ -131,12 +132,14 @@ def learner_memory(
     and 3 successively shard optimiser state, gradients and weights over the ranks. ZeRO-3 adds the gathered weights in
     use, every stage but 0 a reduce bucket. ``float32_gradients``: they take 4 bytes each; at stage 1 they are one
     tensor, which needs no bucket. With ``config.lora`` only adapters have gradients and optimiser state, and what is
-    published is one tensor at a time merged in float32.
+    published is one tensor at a time merged in float32. A base in 4 bits is dense one layer at a time.
     """
     assert config.zero_stage is not None, "it is decided"
     count, ranks, stage = shape.parameters(lm_head=lm_head), config.num_ranks, config.zero_stage
     trained = shape.adapter_parameters(config.lora) if config.lora else count
     count += trained if config.lora else 0
+    in_4_bits = config.lora is not None and config.lora.load_in_4bit
+    dense = shape.largest_linear_layer * element_bytes if in_4_bits else 0
     tokens = tokens or config.micro_batch_tokens
     gathered = min(count, LIVE_ELEMENTS) * element_bytes if stage == 3 else 0.0
     widened = float32_gradients and element_bytes < 4
@@ -155,11 +158,13 @@ def learner_memory(
         frozen_head=config.lora is not None,
     )
     return RoleMemory(
-        weights=count * element_bytes / (ranks if stage == 3 else 1) + gathered,
+        weights=count * element_bytes / (ranks if stage == 3 else 1)
+        + gathered
+        - (_saved_by_4_bits(shape, element_bytes) if in_4_bits else 0),
         gradients=trained * gradient_bytes / (ranks if stage >= 2 else 1) + bucket,
         optimizer=0.0 if config.offload_optimizer else 12.0 * shard,
-        training=max(passing, _step_bytes(config, shard, widened=widened, element_bytes=element_bytes)),
-        scoring=forward_bytes(shape, tokens=tokens, chunk=chunk, lm_head=lm_head, element_bytes=element_bytes),
+        training=max(passing + dense, _step_bytes(config, shard, widened=widened, element_bytes=element_bytes)),
+        scoring=forward_bytes(shape, tokens=tokens, chunk=chunk, lm_head=lm_head, element_bytes=element_bytes) + dense,
         other=CONTEXT_BYTES + publish_bytes(config, shape, bucket_bytes=bucket_bytes, element_bytes=element_bytes),
         offloads=offloads,
         float32_gradients=gradient_bytes == 4,
@@ -185,18 +190,32 @@ def publish_bytes(config: LearnerConfig, shape: ModelShape, *, bucket_bytes: int
         return 0
     sharded = config.zero_stage == 3 and config.num_ranks > 1
     gathered = max(bucket_bytes, shape.largest_tensor * element_bytes) if sharded else 0
-    if config.lora:  # a weight and its sum with the adapter in float32, and the rounded sum
-        gathered = max(a * b for a, b in shape.linear_layers().values()) * (8 + element_bytes)
+    if config.lora:  # a weight and its sum with the adapter in float32, and the rounded sum; of 4 bits, a dense one
+        dense = element_bytes if config.lora.load_in_4bit else 0
+        gathered = shape.largest_linear_layer * (8 + element_bytes + dense)
     return RING_BUCKETS * bucket_bytes + gathered
 
 
+def _saved_by_4_bits(shape: ModelShape, element_bytes: int) -> float:
+    """Bytes by which a model is smaller with its layers' matrices in 4 bits."""
+    return shape.matrix_parameters * (element_bytes - NF4_BYTES)
+
+
 def frozen_memory(
-    shape: ModelShape, *, tokens: int, chunk: int = 0, lm_head: bool, element_bytes: int = 2
+    shape: ModelShape,
+    *,
+    tokens: int,
+    chunk: int = 0,
+    lm_head: bool,
+    element_bytes: int = 2,
+    in_4_bits: bool = False,
 ) -> RoleMemory:
-    """One replica of a model that only scores."""
+    """One replica of a model that only scores; one in 4 bits is dense one layer at a time."""
+    dense = shape.largest_linear_layer * element_bytes if in_4_bits else 0
     return RoleMemory(
-        weights=shape.parameters(lm_head=lm_head) * element_bytes,
-        scoring=forward_bytes(shape, tokens=tokens, chunk=chunk, lm_head=lm_head, element_bytes=element_bytes),
+        weights=shape.parameters(lm_head=lm_head) * element_bytes
+        - (_saved_by_4_bits(shape, element_bytes) if in_4_bits else 0),
+        scoring=forward_bytes(shape, tokens=tokens, chunk=chunk, lm_head=lm_head, element_bytes=element_bytes) + dense,
     )
 
 

@@ -76,6 +76,11 @@ class ModelShape:
         return self.num_layers * sum(lora.r * sum(layers.get(name, largest)) for name in names)
 
     @property
+    def largest_linear_layer(self) -> int:
+        """Parameters of the largest linear layer."""
+        return max(inputs * outputs for inputs, outputs in self.linear_layers().values())
+
+    @property
     def body_parameters(self) -> int:
         """Parameters of the layers' matrices and norms, which take memory."""
         return self.matrix_parameters + self.num_layers * 2 * self.hidden_size

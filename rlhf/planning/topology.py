@@ -80,9 +80,12 @@ def plan_topology(config: Config | RewardTrainingConfig, device: Device) -> Topo
         group, own = _own_group("learner", config.learner.num_ranks, config.learner.cpus_per_rank, device)
         return Topology(device, (group,), {"learner": own})
     groups, slots = (_shared if config.placement.colocated else _separate)(config, device)
-    if config.reward.functions:
-        groups.append(GroupSpec("reward", ({"CPU": 1.0},) * config.reward.num_workers, "PACK"))
-        slots["reward"] = tuple(Slot("reward", i, 1.0, 0.0) for i in range(config.reward.num_workers))
+    on_cpus = {"reward": config.reward.num_workers if config.reward.functions else 0}
+    on_cpus["environment"] = config.environment.num_workers if config.environment else 0
+    for role, num_workers in on_cpus.items():
+        if num_workers:
+            groups.append(GroupSpec(role, ({"CPU": 1.0},) * num_workers, "PACK"))
+            slots[role] = tuple(Slot(role, i, 1.0, 0.0) for i in range(num_workers))
     return Topology(device, tuple(groups), slots)
 
 

@@ -1,8 +1,8 @@
 """Built-in reward functions, chosen by name with ``reward.functions[i].path``.
 
 They are called like any user's function (see ``loading``): with keywords, and only with the arguments they name.
-``completions`` is S strings, or S one-message chats; ``completion_ids`` is S lists of token ids; a column such as
-``answer`` has S values, where None makes the function abstain for that row. All return S values.
+``completions`` is S strings, or S chats: of one message, or an episode's; ``completion_ids`` is S lists of token ids; a
+column such as ``answer`` has S values, where None makes the function abstain for that row. All return S values.
 """
 
 import re
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any
 
-Completion = str | list[dict[str, str]]
+Completion = str | list[dict[str, Any]]  # a text; or messages, of an episode also those that are not the model's
 Values = list[float | None]
 
 # A minus is a sign only if no word or digit precedes it: '5-3' ends in 3, '5 - -3' in -3.
@@ -18,8 +18,10 @@ NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 
 def completion_text(completion: Completion) -> str:
-    """The text of a completion: itself, or the content of its message."""
-    return completion if isinstance(completion, str) else completion[-1]["content"]
+    """The text of a completion: itself, or what the model said last; others may have spoken after it in an episode."""
+    if isinstance(completion, str):
+        return completion
+    return next(message["content"] for message in reversed(completion) if message["role"] == "assistant")
 
 
 def last_number(text: str) -> Decimal | None:

@@ -22,6 +22,7 @@ from rlhf.rewards.functions import BUILT_IN
 from rlhf.user_code import defined_at, described, load_function, named_parameters, place_in, takes_any_keyword
 
 MODEL_NAME = "model"  # the reward model's name among the functions: for its metric and its weight in the sum
+ENVIRONMENT_NAME = "environment"  # the environment's
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class RewardFunction:
         if missing := sorted(self.required_columns.difference(columns)):
             raise RewardError(
                 f"{self.key}: {self.name} needs an argument {missing[0]!r}, which is not a column of the data "
-                f"({', '.join(columns) or 'it has none'}); rename a column, or set it in kwargs"
+                f"({', '.join(columns) or 'it has none'}); rename a column, set it in kwargs, or give it a default"
             )
 
     def accepted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +116,7 @@ def _is_finite(number: Any) -> bool:
 
 
 def load_reward_functions(configs: Sequence[RewardFunctionConfig]) -> list[RewardFunction]:
-    """Loads them in order; a repeated name, or the reward model's, gets ``_2``, ``_3``, ... appended.
+    """Loads them in order; a repeated name, or the reward model's or environment's, gets ``_2``, ``_3``, ... appended.
 
     A path is a built-in name, ``package.module.function`` or ``path/to/file.py:function``. Raises ConfigError, naming
     the key, if one cannot be loaded or called as a reward function, or if its kwargs do not fit.
@@ -126,7 +127,7 @@ def load_reward_functions(configs: Sequence[RewardFunctionConfig]) -> list[Rewar
         call = resolve(config.path, key)
         _check_signature(call, key)
         _check_kwargs(call, config.kwargs, f"reward.functions[{index}].kwargs")
-        name = _unique(_name_of(call), {MODEL_NAME, *(function.name for function in functions)})
+        name = _unique(_name_of(call), {MODEL_NAME, ENVIRONMENT_NAME, *(function.name for function in functions)})
         functions.append(RewardFunction(name, float(config.weight), call, config.path, dict(config.kwargs), key))
     return functions
 

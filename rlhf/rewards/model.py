@@ -10,6 +10,8 @@ from rlhf.data.chat import answer_tokens, truncate_tail
 from rlhf.errors import ConfigError, RewardError
 from rlhf.models.packed import ScalarModel
 from rlhf.models.scorer import FrozenScorer
+from rlhf.rewards.functions import Completion
+from rlhf.user_code import described
 
 
 class RewardModel:
@@ -38,10 +40,12 @@ class RewardModel:
             model, token_budget=token_budget, device=device, compiled=compiled, probe_key=probe_key
         )
 
-    def score(self, groups: Sequence[Sequence[Rollout]], texts: Sequence[Sequence[str]]) -> list[list[float]]:
-        """By group, one score per rollout; ``texts`` are the completions."""
-        pairs = zip(groups, texts, strict=True)
-        return self.score_tokens([list(map(self._tokenise, group, completions)) for group, completions in pairs])
+    def score(
+        self, groups: Sequence[Sequence[Rollout]], completions: Sequence[Sequence[Completion]]
+    ) -> list[list[float]]:
+        """By group, one score per rollout."""
+        pairs = zip(groups, completions, strict=True)
+        return self.score_tokens([list(map(self._tokenise, group, of_group)) for group, of_group in pairs])
 
     def score_tokens(self, groups: Sequence[Sequence[list[int]]]) -> list[list[float]]:
         """By group, the model's scalar at the last token of each sequence. Raises RewardError unless all are finite."""
@@ -54,11 +58,19 @@ class RewardModel:
                 )
         return [found.tolist() for found in scores]
 
-    def _tokenise(self, rollout: Rollout, text: str) -> list[int]:
+    def _tokenise(self, rollout: Rollout, completion: Completion) -> list[int]:
         prompt = rollout.prompt
         if prompt.messages is not None and self.tokenizer.chat_template is None:
             raise ConfigError(
                 "reward.model.path: the prompts are chats, but its tokenizer has no chat template; add one"
             )
         whole = prompt.text if prompt.messages is None else prompt.messages
-        return truncate_tail(answer_tokens(self.tokenizer, whole, text, date=self._date), self._max_tokens)
+        try:
+            tokens = answer_tokens(self.tokenizer, whole, completion, date=self._date)
+        except Exception as error:  # a template may raise anything
+            roles = ", ".join(str(message["role"]) for message in completion if isinstance(message, dict))
+            raise RewardError(
+                f"reward.model.path={self._path}: its chat template cannot render what followed prompt {prompt.id} "
+                f"({roles or 'an answer'}): {described(error)}; use a model whose template can"
+            ) from error
+        return truncate_tail(tokens, self._max_tokens)

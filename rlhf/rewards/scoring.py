@@ -1,6 +1,7 @@
 """Calling several reward functions on a group, under deadlines: async ones on an event loop, sync ones in a process."""
 
 import asyncio
+import copy
 import functools
 import threading
 import time
@@ -9,6 +10,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import TYPE_CHECKING, Any
 
 from rlhf.config import TimeoutConfig
+from rlhf.rewards.functions import Completion
 from rlhf.rewards.loading import RewardFunction
 from rlhf.rewards.process import FunctionProcess
 
@@ -68,19 +70,20 @@ class RewardFunctions:
             function.check_columns(columns)
 
     def submit(
-        self, prompts: "Sequence[Prompt]", texts: Sequence[str] | None, token_ids: Sequence[Sequence[int]]
+        self, prompts: "Sequence[Prompt]", completions: Sequence[Completion] | None, token_ids: Sequence[Sequence[int]]
     ) -> "Scoring":
         """Starts the async functions on a group; ``Scoring.result`` gives the scores.
 
-        ``texts`` and ``token_ids`` [S] are the completions, ``texts`` None if no function reads them; ``prompts`` [S]
-        repeats a prompt for each of its samples. Raises RewardError if a column is missing.
+        ``completions`` [S] are texts, or an episode's messages, None if no function reads them; ``token_ids`` [S] what
+        was sampled; ``prompts`` [S] repeats a prompt for each of its samples. Raises RewardError if a column is
+        missing.
         """
         assert prompts, "there is nothing to score"
         assert len(prompts) == len(token_ids)
-        assert texts is not None or not self.needs_text, "a function would not get the text it asks for"
+        assert completions is not None or not self.needs_text, "a function would not get the text it asks for"
         self.check_columns(list(_columns(prompts)))
         # Every function gets its own lists, so that changes made by one do not affect the others.
-        calls = [(f, f.accepted(_arguments(prompts, texts, token_ids))) for f in self.functions]
+        calls = [(f, f.accepted(_arguments(prompts, completions, token_ids))) for f in self.functions]
         return Scoring(calls, len(prompts), self._process, self.timeout_s)
 
 
@@ -134,18 +137,21 @@ def _columns(prompts: "Sequence[Prompt]") -> dict[str, None]:
 
 
 def _arguments(
-    prompts: "Sequence[Prompt]", texts: Sequence[str] | None, token_ids: Sequence[Sequence[int]]
+    prompts: "Sequence[Prompt]", completions: Sequence[Completion] | None, token_ids: Sequence[Sequence[int]]
 ) -> dict[str, list[Any]]:
-    def chat_or_text(prompt: "Prompt", text: str) -> Any:
-        return text if prompt.messages is None else [{"role": "assistant", "content": text}]
+    def as_asked(prompt: "Prompt", completion: Completion) -> Completion:
+        """A chat is answered by messages, a text by a text."""
+        if not isinstance(completion, str):
+            return copy.deepcopy(completion)
+        return completion if prompt.messages is None else [{"role": "assistant", "content": completion}]
 
     arguments = {
         **{name: [prompt.columns.get(name) for prompt in prompts] for name in _columns(prompts)},
         "prompts": [prompt.text if prompt.messages is None else prompt.messages for prompt in prompts],
         "completion_ids": [list(ids) for ids in token_ids],
     }
-    if texts is not None:
-        arguments["completions"] = [chat_or_text(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+    if completions is not None:
+        arguments["completions"] = list(map(as_asked, prompts, completions))
     return arguments
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf.errors import RewardError
+from rlhf.rewards.loading import ENVIRONMENT_NAME
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,13 @@ class Scores:
             if deciding
             else "all weights are 0"
         )
+        remedy = "return numbers for more of them"
+        if ENVIRONMENT_NAME in self.given:  # which gives every episode a reward that it does not fail
+            who, remedy = "their episodes failed, as noted above", "mend the environment"
         raise RewardError(
             f"{num_abstained} of {len(self.rewards)} completions of this step "
-            f"({num_abstained / len(self.rewards):.0%}) have no reward: {who}; return numbers for more of them, drop "
-            f"those prompts, or raise reward.max_abstained={max_abstained:g}"
+            f"({num_abstained / len(self.rewards):.0%}) have no reward: {who}; {remedy}, drop those prompts, or raise "
+            f"reward.max_abstained={max_abstained:g}"
         )
 
 

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from rlhf.algorithms.grpo import zero_variance_groups
-from rlhf.batch import Rollout
+from rlhf.batch import STATUSES, Episode, Rollout
 from rlhf.rewards.total import Scores
 from rlhf.roles import Metrics
 
 
 def rollout_metrics(rollouts: Sequence[Rollout], scores: Scores, *, group_size: int) -> Metrics:
-    """Metrics of S rollouts: ``reward*`` and ``frac_reward_zero_std``, ``rewards/<function>/*``, ``completions/*``.
+    """Metrics of S rollouts: ``reward*`` and ``frac_reward_zero_std``, ``rewards/<function>/*``, ``completions/*``; in
+    an environment ``episodes/*``.
 
     Groups of ``group_size`` are contiguous. Deviations are Bessel-corrected; lengths in tokens.
     """
@@ -21,7 +22,7 @@ def rollout_metrics(rollouts: Sequence[Rollout], scores: Scores, *, group_size: 
     metrics = reward_metrics(scores.rewards, group_size=group_size)
     for name, values in scores.given.items():
         metrics |= function_metrics(name, values)
-    return metrics | length_metrics(rollouts)
+    return metrics | length_metrics(rollouts) | episode_metrics([r.episode for r in rollouts if r.episode])
 
 
 def reward_metrics(rewards: Tensor, *, group_size: int) -> Metrics:
@@ -53,9 +54,9 @@ def function_metrics(name: str, scores: Sequence[float]) -> Metrics:
 
 
 def length_metrics(rollouts: Sequence[Rollout]) -> Metrics:
-    """Completion lengths in tokens: of all, and of those that were not truncated (0 if none, as in TRL)."""
-    lengths = [len(r.token_ids) for r in rollouts]
-    terminated = [len(r.token_ids) for r in rollouts if not r.truncated]
+    """Completion lengths in sampled tokens: of all, and of those that were not truncated (0 if none, as in TRL)."""
+    lengths = [r.num_sampled for r in rollouts]
+    terminated = [r.num_sampled for r in rollouts if not r.truncated]
     return {
         "completions/mean_length": statistics.fmean(lengths),
         "completions/min_length": float(min(lengths)),
@@ -64,4 +65,18 @@ def length_metrics(rollouts: Sequence[Rollout]) -> Metrics:
         "completions/mean_terminated_length": statistics.fmean(terminated or [0]),
         "completions/min_terminated_length": float(min(terminated, default=0)),
         "completions/max_terminated_length": float(max(terminated, default=0)),
+    }
+
+
+def episode_metrics(episodes: Sequence[Episode]) -> Metrics:
+    """Turns and observed tokens of an episode, and the share of them that ended in each way; none without any."""
+    if not episodes:
+        return {}
+    turns = [len(episode.turn_lengths) for episode in episodes]
+    statuses = [episode.status for episode in episodes]
+    return {
+        "episodes/turns/mean": statistics.fmean(turns),
+        "episodes/turns/max": float(max(turns)),
+        "episodes/observed_tokens/mean": statistics.fmean(float((~episode.sampled).sum()) for episode in episodes),
+        **{f"episodes/status/{status}": statuses.count(status) / len(statuses) for status in STATUSES},
     }

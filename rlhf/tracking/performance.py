@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from rlhf.batch import TrainBatch
 from rlhf.config import Config
 from rlhf.packing import batch_spans
@@ -123,7 +125,7 @@ class Roofline:
             flops = self.num_epochs * self._update_flops(batch, with_policy=step > self.critic_warmup_steps)
             found["perf/mfu_update"] = flops / (update_s * learner.flops * self.num_update_gpus)
         if rollout and generate_s > 0 and num_workers > 0:
-            lengths = batch.completion_lengths.tolist()
+            lengths = one_prefill_each(batch).tolist()
             read = decode_bytes(self.policy, lengths, num_workers=num_workers, max_num_seqs=self.max_num_seqs)
             num_gpus = num_workers * self.tensor_parallel_size / self.workers_per_gpu
             found["perf/hbm_decode"] = read / (generate_s * rollout.bytes_per_s * num_gpus)
@@ -140,3 +142,11 @@ class Roofline:
         if self.critic:
             flops += update_flops(self.critic, spans, 0)
         return flops
+
+
+def one_prefill_each(batch: TrainBatch) -> Tensor:
+    """int64 [S]: completion lengths as ``decode_bytes`` counts them, for which only the first token needs no decoding:
+    without the first tokens of an episode's later turns, which come from a prefill, too."""
+    if batch.turns is None:
+        return batch.completion_lengths
+    return batch.completion_lengths - batch.turns[batch.completion_lengths.cumsum(0) - 1]

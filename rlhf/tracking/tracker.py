@@ -1,5 +1,6 @@
 """The driver's logbook: measures phases, counts tokens, and passes each step's numbers to every writer."""
 
+import json
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from torch import Tensor
 
-from rlhf.batch import Rollout
+from rlhf.batch import Episode, Rollout
 from rlhf.config import TrackingConfig
 from rlhf.tracking.performance import find_bottleneck
 from rlhf.tracking.progress import ProgressDisplay, SampledCompletion
@@ -137,7 +138,7 @@ class Tracker:
         """
         num_rows = min(self._config.completions_rows, len(rollouts))
         picked = [row * len(rollouts) // num_rows for row in range(num_rows)]
-        texts = self._tokenizer.batch_decode([rollouts[i].token_ids for i in picked], skip_special_tokens=True)
+        texts = [as_read(rollouts[i], self._tokenizer) for i in picked]
         rows = [
             SampledCompletion(
                 prompt=rollouts[i].prompt.text,
@@ -208,3 +209,22 @@ class Tracker:
                 self.note(f"{path.name}: dropped {dropped} line(s) of steps that this run does again")
         if self._config.tensorboard:
             self._writers.append(TensorBoard(self.run_dir / "tensorboard", keep_to_step=self._step))
+
+
+def conversation(episode: Episode) -> str:
+    """``role: what was said``, a paragraph for each message; after the model's own, what its environment gave."""
+    rewards, lines = iter(episode.turn_rewards), []
+    for message in episode.messages:
+        said = [f"{message['role']}: {message.get('content') or ''}".rstrip()]
+        said += [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls") or ()]
+        if message["role"] == "assistant" and (reward := next(rewards, 0.0)):
+            said.append(f"(reward {reward:g})")
+        lines.append("\n".join(said))
+    return "\n\n".join(lines)
+
+
+def as_read(rollout: Rollout, tokenizer: "PreTrainedTokenizerBase") -> str:
+    """A completion as people read it; of an episode, who said what, with the rewards of turns."""
+    if rollout.episode is None:
+        return tokenizer.batch_decode([rollout.token_ids], skip_special_tokens=True)[0]
+    return conversation(rollout.episode)

@@ -20,6 +20,7 @@ from rlhf.config import LearnerConfig
 from rlhf.errors import CheckpointError
 from rlhf.models.inputs import PackedInputs, packed_inputs
 from rlhf.models.lora import add_adapters
+from rlhf.models.nf4 import keep_in_4_bits
 from rlhf.models.packed import PackedModel
 from rlhf.models.probe import check_packing
 from rlhf.training.export import export
@@ -64,6 +65,8 @@ class Engine:
         # transformers finds this object through a weak reference and then loads shard by shard
         self._hf_config = HfDeepSpeedConfig(ds_config) if config.zero_stage == 3 else None
         model = load_model()
+        if config.lora and config.lora.load_in_4bit:
+            keep_in_4_bits(model, device)
         if config.lora:
             add_adapters(model, config.lora, key=f"{config.KEY}.lora")
         if config.checkpointed_layers:

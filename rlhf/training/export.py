@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,15 +23,35 @@ WEIGHTS = "model{suffix}.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
-def export(model: PackedModel, directory: str | Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Writes what ``from_pretrained`` loads. Collective, and the directory's parent is shared by all ranks.
+class Gathered(Protocol):
+    """A weight that is there in full when it is asked for; all ranks ask at the same time."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def gather(self) -> Tensor: ...
+
+
+def export(
+    model: PackedModel,
+    directory: str | Path,
+    weights: Mapping[str, Gathered] | None = None,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Writes what ``from_pretrained`` loads: ``weights``, or the model's own. Collective if there are ranks, and the
+    directory's parent is shared by all.
 
     Shards are dealt out to the ranks, each of which holds one at a time. What was in ``directory`` is replaced when
     everything is written.
     """
-    rank, num_ranks, final = dist.get_rank(), dist.get_world_size(), Path(directory)
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    final = Path(directory)
     partial, removed = (final.with_name(f".{state}-{final.name}") for state in ("partial", "removed"))
-    weights = named_weights(model)
+    weights = weights or named_weights(model)
     shapes = {name: torch.empty(w.shape, dtype=w.dtype, device="meta") for name, w in weights.items()}
     split = split_torch_state_dict_into_shards(shapes, filename_pattern=WEIGHTS, max_shard_size=max_shard_bytes)
     shards = list(split.filename_to_tensors.items())
@@ -37,7 +59,7 @@ def export(model: PackedModel, directory: str | Path, *, max_shard_bytes: int = 
         shutil.rmtree(partial, ignore_errors=True)
         with model.original_config():
             model.lm.save_pretrained(partial, state_dict={})  # all but the weights
-    dist.barrier()
+    _meet()
     for first in range(0, len(shards), num_ranks):
         held: dict[str, Tensor] = {}
         for owner, (_, names) in enumerate(shards[first : first + num_ranks]):
@@ -47,7 +69,7 @@ def export(model: PackedModel, directory: str | Path, *, max_shard_bytes: int = 
                     held[name] = whole.to("cpu", copy=True)
         if held:
             _write_shard(model, partial / shards[first + rank][0], held)
-    dist.barrier()
+    _meet()
     if rank == 0:
         if split.is_sharded:
             _write_index(partial, [file for file, _ in shards], split.metadata)
@@ -55,7 +77,12 @@ def export(model: PackedModel, directory: str | Path, *, max_shard_bytes: int = 
             sync_file(file)
         put_in_place(partial, final, removed)
         shutil.rmtree(removed)
-    dist.barrier()
+    _meet()
+
+
+def _meet() -> None:
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def _write_shard(model: PackedModel, path: Path, held: dict[str, Tensor]) -> None:

@@ -79,6 +79,14 @@ class SavedState:
         """How many steps the optimiser has made, in its own type; None before the first."""
         return next((state["step"] for state in self._groups.values()), None)
 
+    def sizes(self) -> dict[str, int]:
+        """How many elements every trained parameter has."""
+        return {name: sum(piece.size for piece in pieces) for name, pieces in self._pieces.items()}
+
+    def read_weights(self, name: str, size: int) -> Tensor:
+        """[size]: a whole parameter, in float32 unless the model has no such weights."""
+        return self.read(name, WEIGHTS, 0, size)
+
     def read(self, name: str, key: str, start: int, size: int) -> Tensor:
         """[size] of a parameter's weights or moments."""
         parts, at = [], start
@@ -99,8 +107,11 @@ class SavedState:
         return pieces
 
     def _whole(self) -> Iterator[tuple[str, Piece]]:
-        """Stage 0: every parameter is one piece, and the optimiser numbers them in the model's order."""
-        state, tied, number = self.common["optimizer"]["state"], set(), 0
+        """Stage 0: every parameter is one piece, and the optimiser numbers them in the model's order.
+
+        A bfloat16 model's moments are not read: its optimiser keeps them in a form of its own.
+        """
+        state, tied, number = self.common["optimizer"].get("state"), set(), 0
         for name, weights in self.common["module"].items():
             if name in self.common["buffer_names"] or weights.data_ptr() in tied:
                 continue

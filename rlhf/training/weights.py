@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rlhf.models.nf4 import Nf4Linear
+
 if TYPE_CHECKING:  # vLLM's processes import this module too, and do not need transformers
     from rlhf.models.packed import PackedModel
 
@@ -65,19 +67,22 @@ class Weight:
 
     parameter: nn.Parameter
     adapter: tuple[Tensor, Tensor, float] | None = None  # A [r, in], B [out, r], and how often their product counts
+    rounded: Nf4Linear | None = None  # whose weight the parameter is, in four bits
 
     @property
     def shape(self) -> torch.Size:
+        if self.rounded is not None:
+            return self.rounded.dense_shape
         return getattr(self.parameter, "ds_shape", self.parameter.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.parameter.dtype
+        return self.parameter.dtype if self.rounded is None else self.rounded.dense_dtype
 
     @torch.no_grad()
     def gather(self) -> Tensor:
         """All of it, read-only, rounded once. Collective under ZeRO-3."""
-        whole = gather(self.parameter)
+        whole = gather(self.parameter) if self.rounded is None else self.rounded.dense()
         if self.adapter is None:
             return whole
         a, b, scale = self.adapter
@@ -87,8 +92,11 @@ class Weight:
 def named_weights(model: "PackedModel") -> dict[str, Weight]:
     """Every distinct weight by its Hugging Face name, in a fixed order; tied ones appear once."""
     own = {id(matrix) for a, b, _ in model.adapters.values() for matrix in (a, b)}
+    rounded = {id(layer.weight): layer for layer in model.modules() if isinstance(layer, Nf4Linear)}
     return {
-        name.removeprefix(MODEL_PREFIX).replace(BASE_LAYER, "."): Weight(parameter, model.adapters.get(name))
+        name.removeprefix(MODEL_PREFIX).replace(BASE_LAYER, "."): Weight(
+            parameter, model.adapters.get(name), rounded.get(id(parameter))
+        )
         for name, parameter in model.named_parameters()
         if id(parameter) not in own
     }

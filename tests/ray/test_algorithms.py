@@ -58,12 +58,15 @@ def test_rloo_raises_the_reward(ray_session, tiny_config) -> None:
 
 
 @pytest.mark.long
-def test_adapters_raise_the_reward_and_are_sampled_from(ray_session, tiny_config) -> None:
-    config = tiny_config("num_steps=20", "checks.logprob_every_steps=1", recipe="grpo_lora_tiny")
+@pytest.mark.parametrize("recipe", ["grpo_lora_tiny", "grpo_qlora_tiny"])
+def test_adapters_raise_the_reward_and_are_sampled_from(ray_session, tiny_config, recipe: str) -> None:
+    config = tiny_config("num_steps=20", "checks.logprob_every_steps=1", recipe=recipe)
     summary = train(config)
     assert summary["eval_before"]["reward"] < 0.55
     assert summary["eval_after"]["reward"] > REWARD_BOUND
-    assert max(m["sampling/logprob_difference_mean"] for m in metrics_of(config.run_dir)) < 1e-5
+    metrics = metrics_of(config.run_dir)
+    assert max(m["sampling/logprob_difference_mean"] for m in metrics) < 1e-5
+    assert metrics[0]["kl"] == pytest.approx(0, abs=1e-5), "the reference is what the run started from"
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ import ray
 from transformers import AutoTokenizer
 
 from actors.cluster import Cluster
-from actors.environment import PROJECT_ROOT
 from actors.group import Member, fetch
+from actors.process_env import PROJECT_ROOT
 from actors.rollouts.actor import RolloutActor
 from actors.rollouts.engine import WorkerSpec
 from actors.rollouts.vllm_engine import VllmEngine

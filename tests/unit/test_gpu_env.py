@@ -6,7 +6,7 @@ import pytest
 import ray
 
 from actors.cluster import ActorCluster
-from actors.environment import gpu_env
+from actors.process_env import gpu_env
 from rlhf.planning.topology import Slot
 from rlhf.recipes import load_config
 

@@ -16,7 +16,7 @@ from actors.group import ActorGroup, Member
 from actors.proxies import LearnerGroup
 from rlhf.batch import TrainBatch
 from rlhf.config import AlgorithmConfig, TimeoutConfig
-from rlhf.shares import PolicyPlanner, Share
+from rlhf.shares import PolicyPlanner, Share, part_of
 from rlhf.training.engine import LossFn, add_stat
 from rlhf.training.learner import BatchLearner, PolicyLearner, ValueLearner
 from tests.fake_ray import FakeRay, Ref
@@ -244,6 +244,13 @@ def test_several_optimiser_steps_are_the_same_on_any_number_of_ranks(
         assert metrics == pytest.approx(expected_metrics, abs=1e-6)
 
 
+def planner(*, num_ranks: int = 8, **changes: Any) -> PolicyPlanner:
+    settings = config(prompts_per_step=32, **changes)
+    return PolicyPlanner(
+        num_ranks=num_ranks, token_budget=500, hidden_size=8, config=settings, seed=0, max_completion_tokens=100
+    )
+
+
 def test_a_rank_is_sent_its_own_sequences_once() -> None:
     """Whatever the number of epochs; the others' only where a shuffle brings them to it."""
     of = TrainBatch(
@@ -256,16 +263,6 @@ def test_a_rank_is_sent_its_own_sequences_once() -> None:
         old_logprobs=torch.zeros(64 * 100),
     )
 
-    def planner(**changes: Any) -> PolicyPlanner:
-        return PolicyPlanner(
-            num_ranks=8,
-            token_budget=500,
-            hidden_size=8,
-            config=config(prompts_per_step=32, **changes),
-            seed=0,
-            max_completion_tokens=100,
-        )
-
     whole = len(pickle.dumps(of))
     for plan in (planner().plan_update(of, 0), planner().plan_scoring(of)):
         shares = [plan.share(rank) for rank in range(8)]
@@ -276,6 +273,33 @@ def test_a_rank_is_sent_its_own_sequences_once() -> None:
     for rank in range(8):
         first_tokens = several.share(rank).rows.tokens[::101].tolist()
         assert 8 < len(first_tokens) == len(set(first_tokens)) < 64
+
+
+def test_sequences_that_share_a_long_prompt_stay_together_to_compute_it_once() -> None:
+    of = TrainBatch(  # four groups of two completions of 4 tokens each, of prompts of 8 tokens
+        tokens=torch.arange(4).repeat_interleave(2 * 12),
+        prompt_lengths=torch.full((8,), 8),
+        completion_lengths=torch.full((8,), 4),
+        truncated=torch.zeros(8, dtype=torch.bool),
+        versions=torch.zeros(32, dtype=torch.int32),
+        advantages=torch.zeros(32),
+    )
+    for plan in (planner(num_ranks=2).plan_update(of, 0), planner(num_ranks=2).plan_scoring(of)):
+        shares = [plan.share(rank) for rank in range(2)]
+        assert [step.share_prompts for share in shares for step in share.steps] == [True] * 2
+        prompts = [share.rows.tokens[::12].tolist() for share in shares]
+        assert all(first == second for rank in prompts for first, second in zip(rank[::2], rank[1::2], strict=True))
+
+
+def test_a_batch_is_scored_beforehand_only_for_what_it_lacks() -> None:
+    scored = batch(old_logprobs=LOGPROBS)
+    assert not planner().needs_scores(batch()), "a single step's own forward gives the old log-probabilities"
+    assert planner(num_epochs=2).needs_scores(batch())
+    assert not planner(num_epochs=2).needs_scores(scored)
+    assert planner(top_entropy_quantile=0.5).needs_scores(scored)
+    assert not planner(top_entropy_quantile=0.5).needs_scores(batch(entropy_mask=[True] * 7))
+    assert planner(num_epochs=2).with_scores(batch(), torch.zeros(7, 2)).entropy_mask is None, "all are trained on"
+    assert part_of(scored, range(4)) is scored, "not copied"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from rlhf.config import LearnerConfig, LoraConfig
 from rlhf.errors import ConfigError
@@ -19,7 +20,7 @@ from tests.ranks import Ranks
 
 WarmRanks = Callable[[int], Ranks]
 CPU = torch.device("cpu")
-ALPHA, R = 8, 4
+ALPHA, R = 6, 4
 
 
 def policy(path: Path, dtype: torch.dtype = torch.float32) -> PolicyModel:
@@ -46,6 +47,14 @@ def test_adapters_add_nothing_at_first_and_only_they_learn(tiny_model_dir: Path)
     assert learning == {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     targets = 7 * len(plain.layers)  # q, k, v, o, gate, up, down
     assert len(learning) == 2 * targets and all(".lora_" in name for name in learning), "never the LM head"
+    saved = nn.ModuleDict({"module": model}).state_dict()
+    assert saved.keys() == {f"module.{name}" for name in learning}, "frozen weights are not saved, under any name"
+
+
+def test_the_inputs_of_adapters_have_the_configured_dropout(tiny_model_dir: Path) -> None:
+    model = policy(tiny_model_dir)
+    add_adapters(model, LoraConfig(dropout=0.25), key="learner.lora")
+    assert {module.p for module in model.modules() if isinstance(module, nn.Dropout)} == {0.25}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

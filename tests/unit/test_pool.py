@@ -7,15 +7,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorDiedError, RayActorError
 
-from actors.group import Deadline, Member
+from actors.environments.crew import Crew
+from actors.environments.episode_loop import EpisodeReport
+from actors.group import ActorGroup, Deadline, Member
+from actors.rollouts.engine import Request, request_seed
 from actors.rollouts.pool import RolloutPool
 from actors.weights.transports import BrokenTransferError, Transfer
-from rlhf.batch import Prompt
-from rlhf.errors import DeadlineError, UnwrittenWeightsError
+from rlhf.batch import Episode, Prompt, Rollout
+from rlhf.environments.turns import TurnRequest
+from rlhf.errors import DeadlineError, EpisodeFailedError, UnwrittenWeightsError
 from rlhf.recipes import load_config
 from tests.fake_ray import CHECKSUM, IN_FLIGHT, PATIENCE_S, FakeActor, FakeFactory, FakeRay, completion
 
@@ -45,6 +50,7 @@ class Setting:
         num_places: int | None = None,
     ) -> None:
         config = load_config(RECIPE, [f"timeouts.generate_s={PATIENCE_S}", *overrides])
+        self.config = config
         self.factory = FakeFactory(FakeRay(monkeypatch))
         self.factory.num_places = num_places
         self.notes: list[str] = []
@@ -53,11 +59,11 @@ class Setting:
         factory: Any = self.factory
         self.pool = RolloutPool(config, factory, control, shares_gpus=shares_gpus, note=self.notes.append)
 
-    def serve(self) -> RolloutPool:
+    def serve(self, environments: Crew | None = None) -> RolloutPool:
         """The pool, serving version 1."""
         self.pool.launch()
         self.pool.await_started()
-        self.pool.connect(OneBucket())
+        self.pool.connect(OneBucket(), environments)
         self.pool.publish(1)
         return self.pool
 
@@ -349,3 +355,91 @@ def test_a_pool_with_gpus_of_its_own_never_sleeps(setting: MakeSetting) -> None:
     pool.sleep()
     pool.submit(PROMPTS, group_size=1)
     assert not given.actors[0].given("sleep")
+
+
+# Episodes
+
+
+class Episodes:
+    """A pool whose groups are episodes, on one fake environment worker."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, setting: MakeSetting, *overrides: str) -> None:
+        environment = "environment={path: guess, max_context_tokens: 256}"
+        self.scene = setting(environment, "data.train=task:guess", "rollout.ignore_eos=false", *overrides)
+        self.worker = self.scene.factory.fake_ray.actor(collect=IN_FLIGHT, start=IN_FLIGHT)
+        monkeypatch.setattr(ray, "kill", lambda handle: None)
+        group = ActorGroup([Member(self.worker, "environment", 0, "10.0.0.1")])
+        crew = Crew(self.scene.config, group, lambda rank: self.worker, self.scene.notes.append)
+        self.pool = self.scene.serve(crew)
+
+    def ask(self, key: str, *context: int, turn: int = 0) -> None:
+        """An episode wants its next turn."""
+        self.worker.end("collect", EpisodeReport(turns=[(key, TurnRequest(list(context), 8, turn))]))
+
+    def requests(self, worker: int = 0) -> list[Request]:
+        return [request for (batch,) in self.scene.actors[worker].given("submit") for request in batch]
+
+
+@pytest.fixture
+def episodes(monkeypatch: pytest.MonkeyPatch, setting: MakeSetting) -> Callable[..., Episodes]:
+    return lambda *overrides: Episodes(monkeypatch, setting, *overrides)
+
+
+def ended(token: int) -> Rollout:
+    episode = Episode(np.ones(1, bool), [1], [0.0], 1.0, "done", [], {})
+    return Rollout(Prompt(-1, [], ""), 0, [token], np.zeros(1, np.int32), "stop", None, episode)
+
+
+def test_a_group_of_episodes_is_sampled_turn_by_turn(episodes: Callable[..., Episodes]) -> None:
+    scene = episodes()
+    (group,) = scene.pool.submit(PROMPTS[:1], group_size=2, with_logprobs=(0,))
+    until(lambda: scene.worker.given("open"))
+    scene.ask("0.1.0", 1, 2, 0)
+    until(scene.requests)
+    (first,) = scene.requests()
+    assert (first.token_ids, first.sample_index, first.max_tokens, first.logprobs) == ([1, 2, 0], 1, 8, True)
+    assert first.cached_since == 1
+    scene.scene.actors[0].report(completion(first.key, num_tokens=3))
+    until(lambda: scene.worker.given("answer"))
+    (((key, reply),),) = scene.worker.given("answer")[0]
+    assert (key, reply.token_ids) == ("0.1.0", [0, 0, 0])
+    scene.worker.end("collect", EpisodeReport(finished=[("0.1.0", ended(7)), ("0.0.0", ended(6))]))
+    rollouts = scene.pool.next_groups([group])[group]
+    assert [rollout.token_ids for rollout in rollouts] == [[6], [7]]
+    assert {rollout.prompt.id for rollout in rollouts} == {0}
+
+
+def test_a_turn_outlives_the_worker_that_sampled_it_with_its_context_and_its_seed(
+    episodes: Callable[..., Episodes],
+) -> None:
+    scene = episodes("rollout.num_workers=2")
+    scene.pool.submit(PROMPTS[:1], group_size=1)
+    until(lambda: scene.worker.given("open"))
+    scene.ask("0.0.0", 1, 2, 0, turn=1)
+    until(lambda: scene.requests(0) or scene.requests(1))
+    at = 0 if scene.requests(0) else 1
+    (lost,) = scene.requests(at)
+    scene.scene.actors[at].end("collect", ActorDiedError())
+    until(lambda: scene.requests(1 - at))
+    (again,) = scene.requests(1 - at)
+    assert again == lost and request_seed(0, again) == request_seed(0, lost)
+    assert not scene.worker.given("answer") and len(scene.worker.given("open")) == 1, "the episode knows nothing of it"
+
+
+def test_an_environment_that_ends_the_run_is_heard_by_the_driver(episodes: Callable[..., Episodes]) -> None:
+    scene = episodes("environment.retries=0", "environment.on_failure=fail")
+    ids = scene.pool.submit(PROMPTS[:1], group_size=1)
+    until(lambda: scene.worker.given("open"))
+    scene.worker.end("collect", EpisodeReport(failed=[("0.0.0", "no dice")]))
+    with pytest.raises(EpisodeFailedError, match="no dice"):
+        scene.pool.next_groups(ids)
+
+
+def test_as_many_episodes_begin_as_keep_the_workers_busy(episodes: Callable[..., Episodes]) -> None:
+    scene = episodes("rollout.max_num_seqs=3")
+    scene.pool.submit(PROMPTS, group_size=4)
+    until(lambda: scene.worker.given("open"))
+    ((tasks,),) = scene.worker.given("open")
+    assert len(tasks) == 2 * 3
+    metrics = scene.pool.publish(2)
+    assert metrics["environments/retried_episodes"] == 0.0

@@ -253,7 +253,7 @@ def test_a_missing_column_is_known_before_the_first_batch() -> None:
         RewardError, match=r"path=number_match: number_match needs an argument 'answer', which is not a "
     ):
         functions.check_columns(["solution", "level"])
-    with pytest.raises(RewardError, match=r"column of the data \(it has none\); rename a column, or set it in kwargs"):
+    with pytest.raises(RewardError, match=r"column of the data \(it has none\); rename a column, set it in kwargs"):
         functions.submit([Prompt(0, [1], "a")], ["b"], [[2]]).result()
 
 
@@ -300,6 +300,30 @@ def test_chats_are_passed_as_messages() -> None:
     together(spy).submit(chat(1), ["a"], [[1]]).result()
     assert seen["prompts"] == [[{"role": "user", "content": "prompt 0"}]]
     assert seen["completions"] == [[{"role": "assistant", "content": "a"}]]
+
+
+EPISODE = [
+    {"role": "assistant", "content": "6 * 7"},
+    {"role": "tool", "content": "42"},
+    {"role": "assistant", "content": "42", "tool_calls": [{"function": {"name": "tell"}}]},
+    {"role": "tool", "content": "told"},
+]
+
+
+def test_an_episode_is_passed_as_all_its_messages_and_each_function_gets_its_own() -> None:
+    seen: list[Any] = []
+
+    async def greedy(completions: Any, completion_ids: Any) -> list[float]:
+        seen.append((str(completions), completion_ids))
+        completions[0][2]["tool_calls"][0]["function"].clear()
+        return [0.0]
+
+    together(greedy, greedy).submit(chat(1), [EPISODE], [[1, 5]]).result()
+    assert seen == [(str([EPISODE]), [[1, 5]])] * 2
+
+
+def test_a_built_in_function_reads_what_the_model_said_last() -> None:
+    assert exact_match([EPISODE, EPISODE[:2]], answer=["42", "42"]) == [1.0, 0.0], "not what it was told"
 
 
 def test_configured_kwargs_win_over_columns_and_none_abstains(module_file: Path) -> None:
@@ -581,6 +605,11 @@ def test_more_abstained_than_allowed_ends_the_run() -> None:
     )
     with pytest.raises(RewardError, match="have no reward: all weights are 0; "):
         Scores({"a": given}, {"a": 0.0}).check_abstained(0.5)
+    failed = (
+        r"have no reward: their episodes failed, as noted above; mend the environment, drop those prompts, or raise"
+    )
+    with pytest.raises(RewardError, match=failed):
+        Scores({"a": given, "environment": given}, {"a": 1.0, "environment": 1.0}).check_abstained(0.5)
 
 
 def test_text_is_asked_for_only_by_functions_that_take_it() -> None:

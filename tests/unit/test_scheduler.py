@@ -35,6 +35,54 @@ def test_a_group_goes_whole_to_the_worker_with_least_to_do() -> None:
     ]
 
 
+def turn(scheduler: Scheduler, prompt_tokens: int, *, home: int = -1, cached_tokens: int = 0) -> int:
+    return scheduler.enqueue_turn(prompt_id=0, prompt_tokens=prompt_tokens, home=home, cached_tokens=cached_tokens)
+
+
+def test_episodes_that_have_begun_go_before_those_that_have_not_in_their_own_order() -> None:
+    scheduler = live_scheduler(1)
+    started = [scheduler.enqueue(prompt_id=i, prompt_tokens=1, num_samples=1) for i in range(2)]
+    continuing = [turn(scheduler, 5), turn(scheduler, 5)]
+    order = []
+    while scheduler.queue:
+        (assignment,) = scheduler.dispatch()
+        order.append(assignment.group)
+        scheduler.sample_done(assignment.group, 0, 10)
+    assert order == [*continuing, *started]
+
+
+def test_a_turn_goes_to_the_worker_that_has_its_cache_unless_another_is_quicker_all_the_same() -> None:
+    scheduler = live_scheduler(100, 100)
+    scheduler.enqueue(prompt_id=0, prompt_tokens=0, num_samples=4)  # worker 0 is expected to take 40
+    scheduler.dispatch()
+    at_home = turn(scheduler, 50, home=0, cached_tokens=45)  # done after 40 + 5 + 10 there, or 50 + 10 elsewhere
+    (assignment,) = scheduler.dispatch()
+    assert assignment == Assignment(0, at_home, (0,))
+    away = turn(scheduler, 50, home=0, cached_tokens=45)  # 100 + 5 + 10, or 50 + 10
+    (assignment,) = scheduler.dispatch()
+    assert assignment == Assignment(1, away, (0,))
+
+
+def test_a_turn_whose_home_is_gone_costs_its_whole_context() -> None:
+    scheduler = live_scheduler(100, 100)
+    scheduler.retire(0)
+    gone = turn(scheduler, 50, home=0, cached_tokens=45)
+    assert scheduler.dispatch() == [Assignment(1, gone, (0,))]
+
+
+def test_what_nobody_wants_any_more_is_neither_queued_nor_held() -> None:
+    scheduler = live_scheduler(1)
+    held, queued = (scheduler.enqueue(prompt_id=0, prompt_tokens=3, num_samples=1) for _ in range(2))
+    scheduler.dispatch()
+    cancelled = scheduler.cancel(held)
+    assert cancelled is not None and cancelled.holders == {0}
+    (worker,) = scheduler.workers.values()
+    assert (worker.groups, worker.samples, worker.prompt_tokens) == (set(), 0, 0)
+    assert scheduler.cancel(queued) is not None and not scheduler.queue and not scheduler.groups
+    assert scheduler.cancel(queued) is None, "it has ended"
+    assert not scheduler.sample_done(held, 0, 10)
+
+
 def test_work_is_spread_in_proportion_to_pace() -> None:
     scheduler = live_scheduler(1000, 1000)
     scheduler.measured(0, 30.0)

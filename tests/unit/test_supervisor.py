@@ -343,12 +343,12 @@ def test_completions_are_accepted_once(crew: MakeCrew) -> None:
     group = pool.give(num_samples=3)
     first, other = completion(f"{group}.2"), completion(f"{group}.0")
     pool.actors[0].report(first, other, completion("77.0"))
-    assert pool.hear() == [(group, 2, first), (group, 0, other)]
+    assert pool.hear() == [(0, group, 2, first), (0, group, 0, other)]
     pool.actors[0].report(first)
     assert pool.hear() == []
     last = completion(f"{group}.1")
     pool.actors[0].report(last)
-    assert pool.hear() == [(group, 1, last)]
+    assert pool.hear() == [(0, group, 1, last)]
     assert pool.actors[0].given("collect") == [(1.0,)] * 4, "asked again after every report"
     assert not pool.actors[0].given("abort"), "nobody else held it"
 
@@ -392,7 +392,7 @@ def test_of_two_workers_with_the_same_group_the_slower_drops_it(crew: MakeCrew) 
     slow.report(completion(f"{group}.1"))
     pool.hear()
     fast.report(completion(f"{group}.0"), completion(f"{group}.1"))
-    assert [(group_id, sample) for group_id, sample, _ in pool.hear()] == [(group, 0)]
+    assert [accepted[:3] for accepted in pool.hear()] == [(1, group, 0)]
     assert slow.given("abort") == fast.given("abort") == [([f"{group}.0", f"{group}.1"],)]
     slow.report(completion(f"{group}.0"))
     assert pool.hear() == []

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from rlhf.batch import Prompt, Rollout
+from rlhf.batch import STATUSES, Episode, Prompt, Rollout
 from rlhf.config import TrackingConfig
 from rlhf.errors import ConfigError, DataError
 from rlhf.rewards.total import Scores
@@ -105,6 +106,56 @@ def test_reward_metrics_by_hand():
     assert metrics["rewards/length/std"] == pytest.approx(math.sqrt(2))
     assert metrics["rewards/rare/mean"] == 7.0
     assert math.isnan(metrics["rewards/rare/std"])
+
+
+def episode(status: str, *turns: tuple[int, int], rewards: tuple[float, ...] = ()) -> Rollout:
+    """Of each turn, how many tokens were sampled, and observed after it."""
+    sampled = np.concatenate([np.arange(own + seen) < own for own, seen in turns])
+    messages = [
+        {"role": "user", "content": "lower"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "guess", "arguments": {"of": 2}}}]},
+        {"role": "tool", "content": "right"},
+        {"role": "assistant", "content": "it is 2 \n"},
+    ]
+    told = Episode(
+        sampled,
+        [own for own, _ in turns],
+        list(rewards or [0.0] * len(turns)),
+        0.0,
+        status,  # type: ignore[arg-type]
+        [{"role": "assistant", "content": "7?"}, *messages],
+        {},
+    )
+    single = rollout(int(sampled.sum()), truncated=status != "done")
+    return replace(single, token_ids=[9] * len(sampled), episode=told)
+
+
+def test_episode_metrics_by_hand():
+    episodes = [episode("done", (2, 3), (1, 1)), episode("turns", (4, 0), (1, 2), (1, 5)), episode("done", (3, 0))]
+    metrics = rollout_metrics(episodes, given(torch.ones(3)), group_size=3)
+    assert metrics["episodes/turns/mean"] == 2.0 and metrics["episodes/turns/max"] == 3.0
+    assert metrics["episodes/observed_tokens/mean"] == pytest.approx((4 + 7 + 0) / 3)
+    assert [metrics[f"completions/{name}_length"] for name in ("min", "mean", "max")] == [3.0, 4.0, 6.0], "sampled"
+    shares = {status: metrics[f"episodes/status/{status}"] for status in STATUSES}
+    assert shares == {**dict.fromkeys(STATUSES, 0.0), "done": pytest.approx(2 / 3), "turns": pytest.approx(1 / 3)}
+    assert not any(
+        name.startswith("episodes/") for name in rollout_metrics([rollout(1)], given(torch.ones(1)), group_size=1)
+    )
+
+
+def test_completions_of_an_environment_are_whole_conversations_with_the_rewards_of_turns(tmp_path: Path):
+    tracker = tracker_in(tmp_path)
+    told = episode("done", (2, 3), (1, 1), (1, 0), rewards=(-0.25, 0.0, 0.5))
+    tracker.log_completions(1, [told], torch.tensor([0.25]), torch.zeros(1))
+    tracker.close()
+    (record,) = records(tmp_path / "completions.jsonl")
+    assert record["completion"] == (
+        "assistant: 7?\n(reward -0.25)\n\n"
+        "user: lower\n\n"
+        'assistant:\n{"function": {"name": "guess", "arguments": {"of": 2}}}\n\n'
+        "tool: right\n\n"
+        "assistant: it is 2\n(reward 0.5)"
+    )
 
 
 def test_completions_without_reward_are_counted_and_left_out():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from actors.weights.load_plan import LoadPlan, UnplannableError, keeps_weights_as_loaded
 from rlhf.models.loading import load_policy
 from rlhf.training.weights import (
+    TensorSpec,
     bucket_layout,
     bucket_size,
     checksum,
@@ -49,6 +50,31 @@ def test_buckets_hold_every_parameter_once(policy, bucket_bytes: int) -> None:
 def test_a_layout_survives_a_way_that_knows_lists_only(policy) -> None:
     layout = bucket_layout(policy, 50_000)
     assert from_plain(json.loads(json.dumps(to_plain(layout)))) == layout
+
+
+def test_a_layout_by_hand() -> None:
+    """44 bytes hold 32 that are aligned: two rows of 12 bytes, or two that are aligned to 16."""
+    source = source_of({"a": torch.ones(5, 3), "b": torch.ones(2, 3), "c": torch.ones((), dtype=torch.bfloat16)})
+    a, b, c = ("a", "float32"), ("b", "float32"), ("c", "bfloat16")
+    layout = bucket_layout(source, 44)
+    assert layout == [
+        (TensorSpec(*a, shape=(2, 3), full_shape=(5, 3), first_row=0, offset=0, num_bytes=24),),
+        (TensorSpec(*a, shape=(2, 3), full_shape=(5, 3), first_row=2, offset=0, num_bytes=24),),
+        (
+            TensorSpec(*a, shape=(1, 3), full_shape=(5, 3), first_row=4, offset=0, num_bytes=12),
+            TensorSpec(*b, shape=(1, 3), full_shape=(2, 3), first_row=0, offset=16, num_bytes=12),
+        ),
+        (
+            TensorSpec(*b, shape=(1, 3), full_shape=(2, 3), first_row=1, offset=0, num_bytes=12),
+            TensorSpec(*c, shape=(), full_shape=(), first_row=0, offset=16, num_bytes=2),
+        ),
+    ]
+    for specs, pieces in walk_buckets(source, layout):
+        data = pack_bucket(specs, pieces, torch.full((48,), 255, dtype=torch.uint8))
+        held = torch.zeros(bucket_size(specs), dtype=torch.bool)
+        for spec in specs:
+            held[spec.offset : spec.offset + spec.num_bytes] = True
+        assert not data[~held].any(), "padding is zero"
 
 
 def test_a_row_larger_than_a_bucket_gets_one_of_its_own(policy) -> None:

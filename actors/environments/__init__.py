@@ -1,0 +1,1 @@
+"""Episodes: the processes that run environments, and who runs which episode."""

@@ -1,0 +1,19 @@
+"""Environments that come along, by the name that ``environment.path`` gives them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf.environments.builtin.calculator import calculate, solve
+from rlhf.environments.builtin.guess import guess
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """An environment, and the tools that its model gets."""
+
+    call: Callable[..., Any]
+    tools: tuple[Callable[..., Any], ...] = ()
+
+
+BUILT_IN = {"guess": BuiltIn(guess), "calculator": BuiltIn(solve, (calculate,))}
