@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ray
 def test_greedy_completions_without_a_learner_are_those_of_transformers(
     ray_session: None, tiny_config, tiny_model_dir: Path
 ) -> None:
-    config = tiny_config("rollout.eval_temperature=0", "rollout.max_completion_tokens=8", "rollout.num_workers=2")
+    config = tiny_config("rollout.eval_temperature=0", "rollout.max_completion_tokens=8")
     prompts = [Prompt(i, [1, 20 + i, 30 + i, 40 + i], "", columns={}) for i in range(6)]
     with SamplingCluster(config) as cluster:
         done = evaluate(prompts, *cluster.sampler(), num_samples=1)
