@@ -29,7 +29,7 @@ from actors.weights.routes import choose_route
 from actors.weights.transports import make_transport
 from rlhf.config import Config
 from rlhf.errors import DeadlineError, PlacementError, RoleLostError
-from rlhf.planning.topology import Slot, Topology, plan_topology
+from rlhf.planning.topology import Device, Slot, Topology, plan_sampling, plan_topology
 from rlhf.rewards import ENVIRONMENT_NAME, MODEL_NAME, load_reward_functions
 from rlhf.roles import Roles
 from rlhf.run_lock import read_holder
@@ -48,12 +48,16 @@ class ActorCluster:
         """``config``: Config or RewardTrainingConfig."""
         self._config = config
         stacks.keep_in(config.run_dir)
-        self.device = resolve_device(config)
+        self.device: Device = resolve_device(config)
         config.model.require_device(self.device)
-        self.topology: Topology = plan_topology(config, self.device)
+        self.topology: Topology = self._plan()
         self._deadline = Deadline(config.timeouts.start_s, "timeouts.start_s")
         self._groups: dict[str, ActorGroup] = {}
         self._stack = contextlib.ExitStack()
+
+    def _plan(self) -> Topology:
+        """Which actors there are, and where."""
+        return plan_topology(self._config, self.device)
 
     def __enter__(self) -> Self:
         timeout_s = self._config.placement.timeout_s
@@ -283,19 +287,20 @@ class Cluster(ActorCluster):
     def roles(self) -> Roles:
         """What the driver loop talks to."""
         timeouts, groups = self._config.timeouts, self._groups
-        scorers = {
-            role: Replicas(groups[role], timeouts, doing, self._revive)
-            for role, doing in SCORING.items()
-            if role in groups
-        }
-        reference = scorers.pop("reference", None)
         return Roles(
             learner=LearnerGroup(groups["learner"], timeouts),
             rollouts=self._pool,
-            reward=RewardGroup(list(scorers.values()), reward_weights(self._config)),
-            reference=reference,
+            reward=self._reward(),
+            reference=self._replicas("reference") if "reference" in groups else None,
             critic=LearnerGroup(groups["critic"], timeouts) if "critic" in groups else None,
         )
+
+    def _reward(self) -> RewardGroup:
+        scorers = [self._replicas(role) for role in ("reward", "reward_model") if role in self._groups]
+        return RewardGroup(scorers, reward_weights(self._config))
+
+    def _replicas(self, role: str) -> Replicas:
+        return Replicas(self._groups[role], self._config.timeouts, SCORING[role], self._revive)
 
     def _revive(self, lost: Member, error: RoleLostError) -> None:
         """Puts another actor in the place of one that scored. Raises ``error`` if it does not come up in time."""
@@ -310,6 +315,24 @@ class Cluster(ActorCluster):
         except DeadlineError as late:
             raise error from late
         self._groups[lost.role].members[lost.rank] = replace(lost, handle=handle, node=node)
+
+
+class SamplingCluster(Cluster):
+    """The rollout pool, serving model.path as it is, and what gives rewards: nothing learns."""
+
+    def _plan(self) -> Topology:
+        return plan_sampling(self._config, self.device)
+
+    def _start_all(self) -> None:
+        created = self._create_all()
+        self._pool = self._make_pool()
+        self._start_separate(created)
+        self._pool.connect(None, self._make_crew())
+        self._pool.publish(0)
+
+    def sampler(self) -> tuple[RolloutPool, RewardGroup]:
+        """What an evaluation talks to."""
+        return self._pool, self._reward()
 
 
 def reward_weights(config: Config) -> dict[str, float]:

@@ -142,6 +142,58 @@ def submit(
     raise typer.Exit(code)
 
 
+MODEL_HELP = "A model's directory, a run's (its final model), or a hub id."
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
+    overrides: Overrides = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="A YAML recipe.", show_default="the run's own")
+    ] = None,
+    by: Annotated[
+        str | None, typer.Option(help="A column of the data: show the figures of each of its values, too.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    completions: Annotated[
+        Path | None, typer.Option(help="Write every completion with its rewards to this JSONL file.")
+    ] = None,
+) -> None:
+    """Evaluate a model on data.eval and data.extra_eval, without training: docs/evaluation.md."""
+    from jobs.trained import CONFIG, find_model, is_run
+
+    if config is None and not is_run(model):
+        raise ConfigError(f"{model}: not a run's directory, whose recipe could be used; give one with -c")
+    found = find_model(model)
+    settings = read(config or Path(model).expanduser() / CONFIG, [*(overrides or []), f"model.path={found}"])
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from jobs.evaluate import evaluate_model
+
+    evaluate_model(settings, by=by, json_file=json_file, completions=completions)
+
+
+@app.command()
+def chat(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
+    temperature: Annotated[
+        float | None, typer.Option(min=0.01, help="Of sampling.", show_default="the run's own, else 1")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 1024,
+) -> None:
+    """Talk to a model in the terminal, on this machine. /reset begins anew, /quit or Ctrl-D ends."""
+    from jobs.trained import CONFIG, find_model, is_run
+
+    found = find_model(model)
+    run = load_config(Path(model).expanduser() / CONFIG) if is_run(model) else None
+    from actors.environment import QUIET
+
+    os.environ |= QUIET  # before any library is imported
+    from jobs.chat import chat as talk
+
+    talk(found, run, temperature=temperature, max_tokens=max_tokens)
+
+
 @app.command()
 def scale(
     run: Annotated[str, typer.Option(help="The run's name, as in its config.")],

@@ -20,6 +20,7 @@ from rlhf.checkpoint import CheckpointStore
 from rlhf.config import Config
 from rlhf.driver import Driver
 from rlhf.errors import ConfigError, DeadlineError, GpuMemoryError, RoleLostError
+from rlhf.evaluation import BestModel
 from rlhf.recipes import to_yaml
 from rlhf.resume import check_resume, read_run
 from rlhf.reward_config import RewardTrainingConfig
@@ -172,9 +173,23 @@ def save_final(loop: Loop, num_steps: int, learner: Trained, tokenizer: PreTrain
     if loop.step < num_steps or not loop.config.checkpoint.save_final_model:
         return None
     final = loop.tracker.run_dir / "model"
-    learner.save_model(str(final))
-    tokenizer.save_pretrained(final)
+    save_model(learner, tokenizer, final)
     return final
+
+
+def save_model(learner: Trained, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Saves a model as a Hugging Face directory."""
+    learner.save_model(str(directory))
+    tokenizer.save_pretrained(directory)
+
+
+def keeps_best(loop: Loop, tokenizer: PreTrainedTokenizerBase) -> BestModel | None:
+    """What keeps the loop's best model in best/; None if ``checkpoint.keep_best`` asks for none."""
+    if (metric := loop.config.checkpoint.keep_best) is None:
+        return None
+    return BestModel(
+        metric, loop.tracker.run_dir / "best", save=lambda path: save_model(loop.trained()["learner"], tokenizer, path)
+    )
 
 
 def summarise(
@@ -196,6 +211,7 @@ def summarise(
         device=device,
         peak_memory_gib=memory,
         final_model=final_model,
+        best=loop.best.best if loop.best else {},
         status="completed" if finished else "interrupted",
     )
     tracker.close()  # the live lines would run into the table

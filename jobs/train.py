@@ -1,6 +1,6 @@
 """`rlhf train`: from a validated configuration to a finished run directory."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,17 +15,18 @@ from jobs.runs import (
     begin,
     ends_on_sigterm,
     find_start,
+    keeps_best,
     save_final,
     started,
     stops_at_step_end,
     summarise,
 )
-from jobs.validate import check_environment, check_families, check_rewards
+from jobs.validate import check_environment, check_families, check_rewards, load_held_out
 from rlhf.algorithms import check_algorithm, make_algorithm
 from rlhf.batch import Prompt
 from rlhf.checkpoint import CheckpointStore
 from rlhf.checks.gate import SamplingGate
-from rlhf.config import Config
+from rlhf.config import Config, eval_key
 from rlhf.data.prompt_stream import PromptStream
 from rlhf.data.prompts import PromptSet, load_prompts
 from rlhf.driver import Driver
@@ -61,16 +62,16 @@ def train_holding(lock: RunLock, config: Config) -> dict[str, Any]:
     checkpoints = CheckpointStore(config.run_dir, keep=config.checkpoint.keep, lock=lock)
     config, state = find_start(config, checkpoints)
     tools = tool_schemas(config.environment) if config.environment else ()
-    load = partial(load_prompts, config=config.data, tokenizer=tokenizer, seed=config.seed, tools=tools)
-    prompts = load(config.data.train, split="train")
-    eval_prompts = None if config.data.eval is None else load(config.data.eval, split="eval")
-    check_rewards(config, prompts, eval_prompts)
-    notes = [prompts.summary(), *check_environment(config, tokenizer, prompts, eval_prompts)]
+    prompts = load_prompts(config.data.train, config.data, tokenizer, split="train", seed=config.seed, tools=tools)
+    eval_sets = load_held_out(config, tokenizer)
+    by_key = {"data.train": prompts} | {eval_key(name): held_out for name, held_out in eval_sets.items()}
+    check_rewards(config, by_key)
+    notes = [prompts.summary(), *check_environment(config, tokenizer, by_key)]
     this_run = describe_run(config, tokenizer, data=prompts.fingerprint(), num_steps=config.num_steps)
     run_dir = begin(config, checkpoints, state, this_run)
     new_tracker = partial(Tracker, config.tracking, run_dir, num_steps=config.num_steps, tokenizer=tokenizer)
-    held_out = eval_prompts.all() if eval_prompts else []
-    data = {"prompts": prompts, "eval_prompts": held_out}
+    held_out = {name: data.all() for name, data in eval_sets.items()}
+    data = {"prompts": prompts, "held_out": held_out}
     once = partial(attempt, tokenizer=tokenizer, **data, checkpoints=checkpoints, notes=notes)
     with connect(config), ends_on_sigterm():
         return keep_trying(config, checkpoints, new_tracker, once)
@@ -82,7 +83,7 @@ def attempt(
     *,
     tokenizer: PreTrainedTokenizerBase,
     prompts: PromptSet,
-    eval_prompts: Sequence[Prompt],
+    held_out: Mapping[str, Sequence[Prompt]],
     checkpoints: CheckpointStore,
     notes: Sequence[str],
 ) -> dict[str, Any]:
@@ -95,8 +96,9 @@ def attempt(
         tracker.note(note)
     with started(Cluster(config, tracker.note), tracker) as cluster:
         driver = make_driver(
-            config, cluster, prompts=prompts, eval_prompts=eval_prompts, tracker=tracker, checkpoints=checkpoints
+            config, cluster, prompts=prompts, held_out=held_out, tracker=tracker, checkpoints=checkpoints
         )
+        driver.best = keeps_best(driver, tokenizer)
         with stops_at_step_end(driver), driver.completing_saves():
             driver.run()
         final_model = save_final(driver, config.num_steps, driver.roles.learner, tokenizer)
@@ -111,7 +113,7 @@ def make_driver(
     cluster: Cluster,
     *,
     prompts: PromptSet,
-    eval_prompts: Sequence[Prompt],
+    held_out: Mapping[str, Sequence[Prompt]],
     tracker: Tracker,
     checkpoints: CheckpointStore,
 ) -> Driver:
@@ -124,7 +126,7 @@ def make_driver(
         roles=roles,
         algorithm=make_algorithm(config.algorithm),
         stream=GroupStream(stream, roles.rollouts, roles.reward, roles.reference, config, tracker.phase),
-        held_out=eval_prompts,
+        held_out=held_out,
         gate=SamplingGate.of(config.checks, config.rollout, dtype),
         tracker=tracker,
         roofline=make_roofline(config, cluster.device_names()),

@@ -13,6 +13,7 @@ from jobs.runs import (
     begin,
     ends_on_sigterm,
     find_start,
+    keeps_best,
     save_final,
     started,
     stops_at_step_end,
@@ -84,10 +85,11 @@ def attempt(
             config=config,
             learner=cluster.learner(),
             pairs=train.pairs,
-            held_out=held_out,
+            held_out={"": held_out} if held_out else {},
             tracker=tracker,
             checkpoints=checkpoints,
         )
+        loop.best = keeps_best(loop, tokenizer)
         with stops_at_step_end(loop), loop.completing_saves():
             loop.run()
         final_model = save_final(loop, num_steps, loop.learner, tokenizer)

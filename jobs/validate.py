@@ -1,10 +1,12 @@
 """Finds mistakes in a run's models and reward functions before Ray starts."""
 
+from collections.abc import Mapping
+
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.config import Config
-from rlhf.data.prompts import PromptSet
-from rlhf.environments import EpisodeRunner, load_environment
+from rlhf.config import Config, eval_key
+from rlhf.data.prompts import PromptSet, load_prompts
+from rlhf.environments import EpisodeRunner, load_environment, tool_schemas
 from rlhf.errors import DataError
 from rlhf.models.families import load_model_config
 from rlhf.models.loading import stop_ids
@@ -25,34 +27,43 @@ def check_families(config: Config) -> None:
             load_model_config(path, key=key, max_tokens=None, trust_remote_code=config.model.trust_remote_code)
 
 
-def check_rewards(config: Config, prompts: PromptSet, eval_prompts: PromptSet | None) -> None:
+def load_held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, PromptSet]:
+    """The held-out prompts by the name of their source, '' for data.eval. Raises as ``load_prompts`` does."""
+    tools = tool_schemas(config.environment) if config.environment else ()
+    return {
+        name: load_prompts(
+            source, config.data, tokenizer, split="eval", seed=config.seed, key=eval_key(name), tools=tools
+        )
+        for name, source in config.data.eval_sources().items()
+    }
+
+
+def check_rewards(config: Config, data: Mapping[str, PromptSet]) -> None:
     """Loads the reward functions, to find a wrong path or a column that they need and the data lack.
 
-    Raises ConfigError for the functions, DataError for a column that is missing altogether or from one row.
+    ``data``: prompts by the key that names their source. Raises ConfigError for the functions, DataError for a column
+    that is missing altogether or from one row.
     """
     functions = RewardFunctions(
         load_reward_functions(config.reward.functions), timeout_s=config.reward.function_timeout_s
     )
     for name, needed in functions.required_columns().items():
         if config.environment is None:  # else it may note what they need, in every episode
-            _check_columns(needed, f"reward function {name}", prompts, eval_prompts)
+            _check_columns(needed, f"reward function {name}", data)
 
 
-def check_environment(
-    config: Config, tokenizer: PreTrainedTokenizerBase, prompts: PromptSet, eval_prompts: PromptSet | None
-) -> list[str]:
+def check_environment(config: Config, tokenizer: PreTrainedTokenizerBase, data: Mapping[str, PromptSet]) -> list[str]:
     """Loads the environment and its tools as the workers will; returns lines for the log. Raises ConfigError for them
-    or the chat template, DataError for data that they cannot use."""
+    or the chat template, DataError for data that they cannot use. ``data``: prompts by the key that names their
+    source."""
     if config.environment is None:
         return []
     runner = EpisodeRunner(config, tokenizer, stop_ids=stop_ids(config.model))
     environment = load_environment(config.environment)
-    _check_columns(environment.required_columns, environment.path, prompts, eval_prompts)
-    for split, data in {"train": prompts, "eval": eval_prompts}.items():
-        if data is not None and data.chats is None:
-            raise DataError(
-                f"data.{split}={data.source}: an environment needs chats: prompts that are lists of messages"
-            )
+    _check_columns(environment.required_columns, environment.path, data)
+    for key, prompts in data.items():
+        if prompts.chats is None:
+            raise DataError(f"{key}={prompts.source}: an environment needs chats: prompts that are lists of messages")
     roles = " or ".join(runner.template.rewritten_by)
     rewrites = (
         f"model.path's chat template would rewrite what came before a {roles} message; episodes keep it as it was"
@@ -60,10 +71,10 @@ def check_environment(
     return [rewrites] if roles else []
 
 
-def _check_columns(needed: set[str], who: str, prompts: PromptSet, eval_prompts: PromptSet | None) -> None:
-    for split, data in {"train": prompts, "eval": eval_prompts}.items():
-        for column in sorted(needed) if data else ():
-            _check_column(column, who, data, f"data.{split}={data.source}")
+def _check_columns(needed: set[str], who: str, data: Mapping[str, PromptSet]) -> None:
+    for key, prompts in data.items():
+        for column in sorted(needed):
+            _check_column(column, who, prompts, f"{key}={prompts.source}")
 
 
 def _check_column(column: str, who: str, data: PromptSet, where: str) -> None:

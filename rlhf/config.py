@@ -62,6 +62,11 @@ def kind_key(kind: str) -> str:
     return "rollout" if kind == DEFAULT_KIND else f"rollout.extra_kinds.{kind}"
 
 
+def eval_key(name: str) -> str:
+    """The key that holds the held-out source of this name."""
+    return f"data.extra_eval.{name}" if name else "data.eval"
+
+
 def require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
@@ -99,7 +104,10 @@ class DataConfig(Section, key="data"):
 
     train: str = MISSING
     eval: str | None = None  # None: no evaluation
-    eval_size: PositiveInt = 128  # at most this many held-out prompts
+    extra_eval: dict[str, str] = field(default_factory=dict)  # more sources, by name: their metrics are eval/NAME/...
+    eval_size: PositiveInt = 128  # at most this many held-out prompts of each source
+    eval_samples: PositiveInt = 1  # completions per held-out prompt, at rollout.eval_temperature
+    eval_pass_reward: float | None = None  # pass@k: a completion passes with at least this reward; None: no pass@k
     task_args: dict[str, Any] = field(default_factory=dict)  # for task:NAME, both splits
     prompt_column: str = "prompt"
     system_prompt: str | None = None  # prepended to chat prompts that have no system message
@@ -112,6 +120,15 @@ class DataConfig(Section, key="data"):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_date("data.date", self.date)
+        wrong = next((name for name in self.extra_eval if not name or "/" in name), None)
+        require(
+            wrong is None,
+            f"data.extra_eval: {wrong!r} names metrics eval/NAME/...; use a name that is not empty, without a slash",
+        )
+
+    def eval_sources(self) -> dict[str, str]:
+        """All held-out sources by name; '' is the name of ``eval``."""
+        return ({} if self.eval is None else {"": self.eval}) | self.extra_eval
 
 
 @dataclass(frozen=True)
@@ -545,6 +562,8 @@ class CheckpointConfig(Section, key="checkpoint"):
     keep: PositiveInt = 2
     resume: str = "auto"  # auto: the newest complete one in the run directory; none; or a checkpoint directory
     save_final_model: bool = True
+    # a metric of eval.jsonl, such as eval/reward: the model with its highest value is kept in the run directory's best/
+    keep_best: str | None = None
     max_restarts: NonNegativeInt = 2  # in a row without a new checkpoint, after a role was lost
     grace_s: Seconds = 300.0  # after SIGTERM: to finish the step and to save; less than the scheduler gives
 
@@ -654,6 +673,7 @@ class Config(Section, key=""):
             )
         self._check_completions()
         self._check_warmup()
+        self._check_evaluation()
         self._check_colocation()
 
     def _check_completions(self) -> None:
@@ -678,6 +698,17 @@ class Config(Section, key=""):
                 f"{role}.optimizer.warmup_steps={warmup} exceeds the {total} optimiser steps that the {role} takes in "
                 f"this run; use at most {total}, or raise num_steps",
             )
+
+    def _check_evaluation(self) -> None:
+        require(
+            self.data.eval_samples == 1 or self.rollout.eval_temperature > 0,
+            f"data.eval_samples={self.data.eval_samples} would be equal completions at rollout.eval_temperature=0 "
+            "(greedy); raise that, to 1.0 say, or use data.eval_samples=1",
+        )
+        require(
+            self.checkpoint.keep_best is None or bool(self.data.eval_sources()),
+            f"checkpoint.keep_best={self.checkpoint.keep_best} needs evaluations; set data.eval, or unset it",
+        )
 
     def _check_colocation(self) -> None:
         for key, wanted in {

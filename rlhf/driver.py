@@ -1,18 +1,20 @@
 """The loop: generate, score, assign advantages, update, publish. Everything else serves this page."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rlhf.algorithms import Algorithm
-from rlhf.batch import TrainBatch
+from rlhf.batch import Prompt, TrainBatch
 from rlhf.checks.gate import DIFFERENCE, SamplingGate, compared_tokens
 from rlhf.checks.nonfinite import nonfinite_tensors, take_skip_report
 from rlhf.config import Config
+from rlhf.evaluation import evaluate
 from rlhf.roles import Metrics, Roles, Trained
 from rlhf.run import Run, Stateful
-from rlhf.stream import Batch, GroupStream, sample_once
+from rlhf.stream import Batch, GroupStream
 from rlhf.tracking import Roofline, rollout_metrics
 
 
@@ -112,10 +114,11 @@ class Driver(Run[Config]):
         """Gives every live rollout worker the learner's weights as version ``step``, verified."""
         return self.roles.rollouts.publish(self.step)
 
-    def measure(self) -> Metrics:
-        """Rewards and lengths of one greedy completion per held-out prompt."""
-        rollouts = sample_once(self.held_out, self.roles.rollouts)
-        return rollout_metrics(rollouts, self.roles.reward.score(rollouts).result(), group_size=1)
+    def measure(self, held_out: Sequence[Prompt]) -> Metrics:
+        """Rewards and lengths of ``data.eval_samples`` completions per held-out prompt."""
+        data, roles = self.config.data, self.roles
+        evaluation = evaluate(held_out, roles.rollouts, roles.reward, num_samples=data.eval_samples)
+        return evaluation.metrics(data.eval_pass_reward)
 
     def record(self, sampled: Batch, batch: TrainBatch, metrics: Metrics) -> None:
         """One line of metrics, and a table of completions every few steps."""

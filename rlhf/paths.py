@@ -35,11 +35,15 @@ def with_full_paths(config: AnyConfig, base: Path) -> AnyConfig:
     def model(path: str) -> str:
         return path if HUB_ID.fullmatch(path) and not (base / path).exists() else full(path)
 
+    def data(source: str) -> str:
+        return source if task_name(source) is not None else full(source)
+
     for key, change in {
         "run_dir": full,
         "checkpoint.resume": lambda path: path if path in ("auto", "none") else full(path),
-        "data.train": lambda source: source if task_name(source) is not None else full(source),
-        "data.eval": lambda source: source if task_name(source) is not None else full(source),
+        "data.train": data,
+        "data.eval": data,
+        "data.extra_eval": lambda sources: {name: data(source) for name, source in sources.items()},
         **dict.fromkeys(("model.path", "critic.path", "reference.path", "reward.model.path"), model),
     }.items():
         config = _changed(config, key.split("."), change)

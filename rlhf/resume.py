@@ -43,7 +43,8 @@ RULES = (
         "tell",
         "the run's length and name, and what it records",
         """
-        name run_dir num_steps num_epochs eval_every_steps data.eval data.eval_size checkpoint.* checks.* tracking.*
+        name run_dir num_steps num_epochs eval_every_steps checkpoint.* checks.* tracking.*
+        data.eval data.extra_eval data.eval_size data.eval_samples data.eval_pass_reward
         """,
     ),
     Rule(

@@ -58,9 +58,9 @@ class RewardTraining(Run[RewardTrainingConfig]):
             )
         ]
 
-    def measure(self) -> Metrics:
-        """Loss, accuracy and margin of the held-out pairs."""
-        batch = pair_batch(self.held_out)
+    def measure(self, held_out: Sequence[Pair]) -> Metrics:
+        """Loss, accuracy and margin of held-out pairs."""
+        batch = pair_batch(held_out)
         scores = self.learner.score(batch).result()
         return evaluate_pairs(scores, batch, center_coef=self.config.center_coef)
 

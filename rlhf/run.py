@@ -1,7 +1,7 @@
 """What every training run shares, whatever it trains: steps, evaluations, and checkpoints to resume from."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -10,6 +10,7 @@ from rlhf.checkpoint import CheckpointStore, Written, read_state
 from rlhf.checks.nonfinite import SkippedSteps
 from rlhf.config import Config
 from rlhf.errors import DeadlineError, GpuMemoryError, RlhfError
+from rlhf.evaluation import BestModel
 from rlhf.reward_config import RewardTrainingConfig
 from rlhf.roles import Metrics, Trained
 from rlhf.tracking import Tracker
@@ -32,9 +33,10 @@ class Run(Generic[C]):
     """One training run. ``step`` counts finished training steps. Subclasses implement the loop."""
 
     config: C
-    held_out: Sequence[Any]  # evaluation data: prompts or preference pairs
+    held_out: Mapping[str, Sequence[Any]]  # prompts or preference pairs by name; '' is the name of data.eval
     tracker: Tracker
     checkpoints: CheckpointStore
+    best: BestModel | None = None  # None: no model is kept but the last
     step: int = 0
     stop_requested: int = 0  # the number of the signal that asked for it
     evaluations: dict[int, Metrics] = field(default_factory=dict)  # by the step they followed
@@ -53,8 +55,8 @@ class Run(Generic[C]):
         """What a resumed run needs in addition to the step and the evaluations."""
         return {"tracker": self.tracker, "skipped": self.skipped}
 
-    def measure(self) -> Metrics:
-        """Metrics of ``held_out`` under the current weights."""
+    def measure(self, held_out: Sequence[Any]) -> Metrics:
+        """Metrics of held-out data under the current weights."""
         raise NotImplementedError
 
     def evaluate(self) -> None:
@@ -62,9 +64,16 @@ class Run(Generic[C]):
         if not self.held_out:
             return
         with self.tracker.phase("evaluate"):
-            metrics = self.measure()
+            metrics = {
+                f"{name}/{metric}" if name else metric: value
+                for name, data in self.held_out.items()
+                for metric, value in self.measure(data).items()
+            }
         self.evaluations[self.step] = metrics
         self.tracker.log_eval(self.step, metrics)
+        if self.best is not None:
+            with self.tracker.phase("checkpoint"):
+                self.best.judge(self.step, metrics)
 
     def save_if_due(self) -> None:
         """After each step: begins a checkpoint if it is time for one, and completes the one that has been written."""
@@ -128,6 +137,8 @@ class Run(Generic[C]):
         self.load_state_dict(read_state(directory))
         for name, model in self.trained().items():
             model.load(str(directory / name))
+        if self.best is not None:
+            self.best.resume()
 
     def state_dict(self) -> dict[str, Any]:
         """The loop's own state that a resumed run needs, as JSON."""

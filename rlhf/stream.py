@@ -232,12 +232,3 @@ def choose_batch(ready: Sequence[int], sampling: Sequence[int], *, step: int, si
     if len(chosen) + len(rest) < size:
         return None
     return chosen | set(rest[: size - len(chosen)])
-
-
-def sample_once(prompts: Sequence[Prompt], rollouts: Rollouts) -> list[Rollout]:
-    """One greedy completion per prompt, in order."""
-    ids = rollouts.submit(prompts, group_size=1, greedy=True)
-    finished: dict[int, list[Rollout]] = {}
-    while waiting := set(ids) - finished.keys():
-        finished |= rollouts.next_groups(waiting)
-    return [rollout for group_id in ids for rollout in finished[group_id]]

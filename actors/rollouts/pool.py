@@ -15,7 +15,7 @@ from typing import Any
 from actors import stacks
 from actors.control import RunControl, no_room
 from actors.environments.crew import Crew, Turn
-from actors.group import Deadline, Member, wait_for_some
+from actors.group import ActorGroup, Deadline, Member, wait_for_some
 from actors.rollouts.autoscale import Autoscaler, LoadMeter
 from actors.rollouts.engine import Completion, Request, request_key
 from actors.rollouts.factory import WorkerFactory
@@ -24,7 +24,7 @@ from actors.rollouts.supervisor import Supervisor
 from actors.weights.publish import Transport, publish
 from rlhf.batch import Prompt, Rollout
 from rlhf.config import DEFAULT_KIND, Config
-from rlhf.errors import DeadlineError, UnwrittenWeightsError
+from rlhf.errors import DeadlineError, RlhfError, UnwrittenWeightsError
 
 LISTEN_S = 0.2  # the longest that the listening thread waits for a worker to answer
 # Asking Ray about a call, and looking at a worker, cost some microseconds each: a large pool does so less often.
@@ -98,9 +98,9 @@ class RolloutPool:
         self._supervisor.await_started()
         self._thread.start()
 
-    def connect(self, transport: Transport, environments: Crew | None = None) -> None:
-        """Sets how weights arrive from the learner, and who runs the episodes of an environment; without one, a group
-        consists of single completions."""
+    def connect(self, transport: Transport | None, environments: Crew | None = None) -> None:
+        """Sets how weights arrive from the learner (None: workers serve the model that they have loaded), and who runs
+        the episodes of an environment; without one, a group consists of single completions."""
         with self._lock:
             self._transport, self._environments = transport, environments
             if environments:
@@ -290,15 +290,11 @@ class RolloutPool:
 
     def _sync(self, workers: Sequence[Worker]) -> None:
         """Brings workers to the pool's version; those that confirm the learner's checksums are live from then on."""
-        assert self._transport is not None
         deadline = Deadline(self._timeouts.publish_s, "timeouts.publish_s")
         sleepers = list(workers) if self._asleep else []
         self._supervisor.call(sleepers, "wake_weights", "waking up")
         workers = [worker for worker in workers if worker.state is State.SYNCING]
-        result = publish(self._scheduler.version, self._transport, self._supervisor.members(workers), deadline)
-        if result.broken:
-            self._note(f"rollout pool: a publish was repeated: {result.broken}")
-        for member, error in result.failed.items():
+        for member, error in self._update(self._supervisor.members(workers), deadline).items():
             if isinstance(error, UnwrittenWeightsError):  # the model's fault: another worker would fail too
                 raise error
             self._supervisor.fail(member.rank, error)
@@ -307,6 +303,17 @@ class RolloutPool:
         for worker in workers:
             if worker.state is State.SYNCING:
                 self._supervisor.admit(worker.id)
+
+    def _update(self, members: Sequence[Member], deadline: Deadline) -> dict[Member, RlhfError]:
+        """Commits the pool's version on these workers; returns those that failed."""
+        version = self._scheduler.version
+        if self._transport is None:
+            as_loaded = ActorGroup(members).call("commit", version, deadline=deadline, doing="committing weights")
+            return as_loaded.gather()[1]
+        result = publish(version, self._transport, members, deadline)
+        if result.broken:
+            self._note(f"rollout pool: a publish was repeated: {result.broken}")
+        return result.failed
 
     def _close_step(self) -> dict[str, float]:
         """Judges the load since the last publish; returns the pool's metrics."""

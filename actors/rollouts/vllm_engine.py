@@ -3,7 +3,7 @@
 vLLM is imported when the engine starts: the driver names this class and must not load vLLM.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -59,6 +59,16 @@ class VllmEngine:
         states = self.llm.output_processor.request_states.values()
         return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
 
+    def stream(self, token_ids: list[int]) -> Iterator[list[int]]:
+        """Samples one completion, of the weights as loaded, while there is no other; yields its tokens as they come."""
+        request = Request("chat", 0, token_ids, 0)
+        self.llm.add_request(
+            request.key, {"prompt_token_ids": token_ids}, self._sampling_params(request, in_parts=True)
+        )
+        while self.llm.has_unfinished_requests():
+            for output in self.llm.step():
+                yield list(output.outputs[0].token_ids)
+
     def pause(self) -> list[Output]:
         outputs: list[Output] = []
         if self._steps_by_itself:
@@ -76,7 +86,7 @@ class VllmEngine:
         """Whether the engine steps in a process of its own, so that pausing takes a call."""
         return hasattr(self.llm.engine_core, "call_utility")
 
-    def _sampling_params(self, request: Request) -> Any:
+    def _sampling_params(self, request: Request, *, in_parts: bool = False) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -92,7 +102,7 @@ class VllmEngine:
             logprobs=0 if (self._spec.logprobs or request.logprobs) and not request.greedy else None,
             flat_logprobs=True,
             seed=request_seed(self._spec.seed, request) if config.seed_requests else None,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.DELTA if in_parts else RequestOutputKind.FINAL_ONLY,
         )
 
     # Weights: the other end is actors/weights/vllm_receiver.py, in each of vLLM's worker processes.

@@ -92,15 +92,17 @@ def load_prompts(
     *,
     split: Split,
     seed: int,
+    key: str | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> PromptSet:
     """Reads ``source``, applies the chat template to chats, tokenises, and drops or truncates over-long prompts.
 
     Plain prompts get the tokenizer's special tokens; a chat gets those of its template only. ``split='eval'`` keeps the
-    first ``data.eval_size`` rows. ``seed`` affects only built-in tasks; ``tools`` are schemas that chats tell of.
-    Raises DataError if the source cannot be read or has no usable prompt, ConfigError if ``config`` does not fit it.
+    first ``data.eval_size`` rows. ``seed`` affects only built-in tasks; ``tools`` are schemas that chats tell of;
+    ``key``: where the configuration names the source, for errors (None: data.train or data.eval). Raises DataError if
+    the source cannot be read or has no usable prompt, ConfigError if ``config`` does not fit it.
     """
-    where = f"data.{split}={source}"
+    where = f"{key or f'data.{split}'}={source}"
     if config.task_args and all(task_name(s or "") is None for s in (source, config.train, config.eval)):
         raise ConfigError(f"data.task_args is set, but {where} is not a built-in task; unset it, or use task:NAME")
     table, lacking = read_table(source, config, split=split, seed=seed, where=where)

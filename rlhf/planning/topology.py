@@ -89,6 +89,14 @@ def plan_topology(config: Config | RewardTrainingConfig, device: Device) -> Topo
     return Topology(device, tuple(groups), slots)
 
 
+def plan_sampling(config: Config, device: Device) -> Topology:
+    """Only what samples and gives rewards: without learner, critic and reference, whose GPUs it must not share."""
+    assert not config.placement.colocated
+    whole, unused = plan_topology(config, device), ("learner", "critic", "reference")
+    groups = tuple(group for group in whole.groups if group.name not in unused)
+    return Topology(device, groups, {role: slots for role, slots in whole.slots.items() if role not in unused})
+
+
 def _own_group(role: str, ranks: int, cpus: int, device: Device) -> tuple[GroupSpec, tuple[Slot, ...]]:
     """A placement group for the ranks of one role, with one bundle each."""
     gpus = 1.0 if device == "gpu" else 0.0

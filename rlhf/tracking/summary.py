@@ -33,12 +33,14 @@ def write_summary(
     device: str,
     peak_memory_gib: Mapping[str, Mapping[str, float]],
     final_model: str | Path | None,
+    best: Mapping[str, Any],
     status: Status,
 ) -> dict[str, Any]:
     """Writes ``run_dir/summary.json``, whole or not at all, and returns what it holds.
 
     ``eval_before`` and ``eval_after``: metrics of the held-out prompts before the first and after the last step, None
     if not evaluated. ``steps``: training steps finished. ``peak_memory_gib``: per role, on ``host`` and ``gpu``.
+    ``best``: the step, metric and value of the model that ``checkpoint.keep_best`` has kept; empty: none.
     Adds ``performance`` from the run's metrics.jsonl.
     """
     summary = {
@@ -53,6 +55,7 @@ def write_summary(
         "device": device,
         "peak_memory_gib": {role: dict(peak) for role, peak in peak_memory_gib.items()},
         "final_model": None if final_model is None else str(final_model),
+        "best": dict(best),
         "versions": versions(),
     }
     write_atomically(Path(run_dir) / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
@@ -108,6 +111,8 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
         table.add_row(f"  {role}", ", ".join(f"{gib:.1f} GiB {kind}" for kind, gib in peak.items()))
     if summary["final_model"] is not None:
         table.add_row("final model", summary["final_model"])
+    if best := summary["best"]:
+        table.add_row("best model", f"best/, of step {best['step']} ({best['metric']} {best['value']:.4f})")
     table.add_row("versions", ", ".join(f"{name} {version}" for name, version in summary["versions"].items()))
     (console or Console()).print(table)
 

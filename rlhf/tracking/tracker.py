@@ -138,7 +138,7 @@ class Tracker:
         """
         num_rows = min(self._config.completions_rows, len(rollouts))
         picked = [row * len(rollouts) // num_rows for row in range(num_rows)]
-        texts = [self._text(rollouts[i]) for i in picked]
+        texts = [as_read(rollouts[i], self._tokenizer) for i in picked]
         rows = [
             SampledCompletion(
                 prompt=rollouts[i].prompt.text,
@@ -150,12 +150,6 @@ class Tracker:
         for row in rows:
             self._file("completions").append({"step": step, **asdict(row)})
         self._display.completions(step, rows)
-
-    def _text(self, rollout: Rollout) -> str:
-        """A completion as people read it; of an episode, who said what, with the rewards of turns."""
-        if rollout.episode is None:
-            return self._tokenizer.batch_decode([rollout.token_ids], skip_special_tokens=True)[0]
-        return conversation(rollout.episode)
 
     def note(self, message: str) -> None:
         """Prints one line for the user, with or without the progress display."""
@@ -227,3 +221,10 @@ def conversation(episode: Episode) -> str:
             said.append(f"(reward {reward:g})")
         lines.append("\n".join(said))
     return "\n\n".join(lines)
+
+
+def as_read(rollout: Rollout, tokenizer: "PreTrainedTokenizerBase") -> str:
+    """A completion as people read it; of an episode, who said what, with the rewards of turns."""
+    if rollout.episode is None:
+        return tokenizer.batch_decode([rollout.token_ids], skip_special_tokens=True)[0]
+    return conversation(rollout.episode)

@@ -49,7 +49,7 @@ def recorded_run(config: Config, notes: list[str]) -> Iterator[RecordedRun]:
     """All actors of a run, its driver not yet running."""
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     prompts = load_prompts(config.data.train, config.data, tokenizer, split="train", seed=config.seed)
-    eval_prompts = load_prompts(config.data.train, config.data, tokenizer, split="eval", seed=config.seed).all()[:32]
+    held_out = load_prompts(config.data.train, config.data, tokenizer, split="eval", seed=config.seed).all()[:32]
     run_dir = Path(config.run_dir)
     tracker = Tracker(config.tracking, run_dir, num_steps=config.num_steps, tokenizer=tokenizer)
     with contextlib.closing(tracker), Cluster(config, notes.append) as cluster:
@@ -57,7 +57,7 @@ def recorded_run(config: Config, notes: list[str]) -> Iterator[RecordedRun]:
             config,
             cluster,
             prompts=prompts,
-            eval_prompts=eval_prompts,
+            held_out={"": held_out},
             tracker=tracker,
             checkpoints=CheckpointStore(run_dir, keep=1),
         )

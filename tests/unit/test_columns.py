@@ -48,29 +48,29 @@ def test_the_first_line_without_a_key_is_known_and_null_is_a_value(load: Any) ->
 def test_a_line_without_a_needed_key_is_an_error_in_train(load: Any) -> None:
     config, prompts, source = load(WITH + NULL + WITHOUT)
     with pytest.raises(DataError) as caught:
-        check_rewards(config, prompts, None)
+        check_rewards(config, {"data.train": prompts})
     assert str(caught.value) == (
         f'data.train={source}: line 3 has no "answer", which reward function exact_match needs; add it, or null where '
         "the function may abstain"
     )
     config, prompts, _ = load(WITH + NULL)
-    check_rewards(config, prompts, None)
+    check_rewards(config, {"data.train": prompts})
 
 
 def test_and_in_eval_within_its_size(load: Any) -> None:
     config, train, _ = load(WITH)
     _, held_out, source = load(WITH + WITHOUT, "eval")
     with pytest.raises(DataError) as caught:
-        check_rewards(config, train, held_out)
+        check_rewards(config, {"data.train": train, "data.eval": held_out})
     assert str(caught.value).startswith(f'data.eval={source}: line 2 has no "answer"')
-    check_rewards(config, train, load(WITH + WITHOUT, "eval", eval_size=1)[1])
+    check_rewards(config, {"data.train": train, "data.eval": load(WITH + WITHOUT, "eval", eval_size=1)[1]})
 
 
 def test_a_column_that_no_row_has_is_an_error_too(load: Any) -> None:
     config, train, _ = load(WITH)
     _, held_out, source = load('{"prompt": "a", "solution": 1}\n', "eval")
     with pytest.raises(DataError) as caught:
-        check_rewards(config, train, held_out)
+        check_rewards(config, {"data.train": train, "data.eval": held_out})
     assert str(caught.value) == (
         f'data.eval={source}: has no column "answer", which reward function exact_match needs (its columns: solution); '
         "rename one, or set it in kwargs"

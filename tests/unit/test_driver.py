@@ -67,7 +67,7 @@ def driver(tmp_path: Path, *overrides: str, held_out: list[Prompt]) -> Driver:
         roles=roles,
         algorithm=make_algorithm(config.algorithm),
         stream=NOTHING,
-        held_out=held_out,
+        held_out={"": held_out} if held_out else {},
         gate=SamplingGate(math.inf, math.inf),
         tracker=Tracker(tracking, tmp_path, num_steps=config.num_steps, tokenizer=NOTHING),
         roofline=NOTHING,
@@ -91,6 +91,12 @@ def test_a_step_goes_on_with_as_many_rewards_missing_as_allowed(tmp_path: Path) 
     assert "(judge) abstained" in str(caught.value)
     assert str(caught.value).endswith("or raise reward.max_abstained=0.5")
     driver(tmp_path, "reward.max_abstained=1", held_out=[]).rewards(sampled(1, 3))
+
+
+def test_without_held_out_data_there_is_no_evaluation(tmp_path: Path) -> None:
+    loop = driver(tmp_path, held_out=[])
+    loop.evaluate()
+    assert loop.evaluations == {} and not (tmp_path / "eval.jsonl").exists()
 
 
 def test_an_evaluation_is_the_mean_of_those_that_have_a_reward(tmp_path: Path) -> None:

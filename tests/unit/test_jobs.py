@@ -158,6 +158,24 @@ def test_a_run_leaves_its_models_and_a_summary(
     assert {"start", "update", "evaluate", "checkpoint"} <= summary["phases"].keys()
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_best_model_by_evaluation_is_kept(
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    metric = {"train": "eval/again/reward", "train-reward": "eval/loss"}[command]
+    extra = ["data.extra_eval.again=task:phrases"] if command == "train" else []
+    code, told = run(command, [{}], f"checkpoint.keep_best={metric}", *extra)
+    assert code == 0
+    evaluations = [json.loads(line) for line in (tmp_path / "run" / "eval.jsonl").read_text().splitlines()]
+    best = max(evaluations, key=lambda row: (row[metric], -row["step"]))
+    assert summary_in(tmp_path)["best"] == {"step": best["step"], "metric": metric, "value": best[metric]}
+    assert ("learner is exported", ".best-new") in told
+    assert (tmp_path / "run" / "best" / "tokenizer.json").is_file()
+    assert f"best/, of step {best['step']}" in capsys.readouterr().out
+    if command == "train":
+        assert evaluations[0]["eval/reward"] == evaluations[0]["eval/again/reward"], "each source under its name"
+
+
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How long a run waited before each of its restarts that waited."""

@@ -21,6 +21,7 @@ from rlhf.data.prompt_stream import PromptStream
 from rlhf.data.prompts import PromptReport, PromptSet
 from rlhf.driver import Driver
 from rlhf.errors import DeadlineError, GpuMemoryError, RoleLostError, SamplingError
+from rlhf.evaluation import BestModel
 from rlhf.recipes import load_config
 from rlhf.reward_config import RewardTrainingConfig
 from rlhf.reward_driver import RewardTraining
@@ -62,7 +63,7 @@ def policy_run(run_dir: Path, *overrides: str, recipe: str = "ppo_tiny", **parts
         "roles": Roles(learner, pool, judge, reference, critic),  # type: ignore[arg-type]
         "algorithm": make_algorithm(config.algorithm),
         "stream": GroupStream(stream, pool, judge, reference, config, tracker.phase),
-        "held_out": [Prompt(i, [30 + i], f"h{i}") for i in range(2)],
+        "held_out": {"": [Prompt(i, [30 + i], f"h{i}") for i in range(2)]},
         "gate": SamplingGate(math.inf, math.inf),
         "tracker": tracker,
         "roofline": SimpleNamespace(figures=lambda *_, **__: {}),
@@ -81,7 +82,7 @@ def reward_run(run_dir: Path, *overrides: str) -> tuple[RewardTraining, list[Eve
         config=config,
         learner=Model("reward model", told, 0.5, {"loss": 1.0}),  # type: ignore[arg-type]
         pairs=pairs[:5],
-        held_out=pairs[5:],
+        held_out={"": pairs[5:]},
         tracker=tracker_of(config, run_dir, 6),
         checkpoints=CheckpointStore(run_dir, keep=9),
     )
@@ -446,3 +447,18 @@ def test_a_run_that_loses_a_role_that_was_still_writing_goes_back_to_the_checkpo
     again.resume()
     assert again.step == 2
     assert [path.name for path in again.checkpoints.directory.iterdir()] == ["step-000002"], "the leftover is gone"
+
+
+def test_a_resumed_run_knows_its_best_model(tmp_path: Path) -> None:
+    def start(num_steps: int) -> Driver:
+        loop, _ = policy_run(tmp_path, f"num_steps={num_steps}")
+        loop.best = BestModel("eval/reward", tmp_path / "best", save=Path.mkdir)
+        return loop
+
+    first = start(1)
+    first.run()
+    first.tracker.close()
+    assert first.best is not None and first.best.best["step"] == 0, "rewards are always equal"
+    resumed = start(2)
+    resumed.run()
+    assert resumed.best is not None and resumed.best.best == first.best.best

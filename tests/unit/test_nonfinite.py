@@ -119,7 +119,7 @@ def ppo_driver(
         roles=roles,
         algorithm=make_algorithm(config.algorithm),
         stream=Stream(),  # type: ignore[arg-type]
-        held_out=[],
+        held_out={},
         gate=SamplingGate(math.inf, math.inf),
         tracker=Tracker(tracking, run_dir, num_steps=config.num_steps, tokenizer=tokenizer),
         roofline=SimpleNamespace(figures=lambda *_, **__: {}),  # type: ignore[arg-type]
@@ -241,7 +241,7 @@ def test_reward_training_stops_and_skips_too(tmp_path: Path, on_nonfinite: str) 
         config=config,
         learner=Learner(log, "policy", {}, [1]),  # type: ignore[arg-type]
         pairs=[Pair(np.array([3, 4], np.int32), np.array([3, 5], np.int32)) for _ in range(3)],
-        held_out=[],
+        held_out={},
         tracker=Tracker(tracking, tmp_path, num_steps=3, tokenizer=NOTHING),
         checkpoints=CheckpointStore(tmp_path, keep=9),
     )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, RayActorError
 
 from actors.environments.crew import Crew
 from actors.environments.episode_loop import EpisodeReport
@@ -226,6 +226,28 @@ def test_a_worker_on_its_way_out_is_not_kept_for_a_publish(setting: MakeSetting)
     assert given.factory.ended == [1] and len(given.actors[1].given("commit")) == 1
     assert set(given.actors[0].requests()) == {*keys(ids[0], 2), *keys(ids[1], 2)}, "its work is done by another"
     assert given.notes == ["rollout pool: 2 -> 1 default worker(s): requested by rlhf scale"]
+
+
+def test_without_a_learner_workers_serve_what_they_have_loaded_and_so_do_their_replacements(
+    setting: MakeSetting,
+) -> None:
+    given = setting()
+    pool = given.pool
+    pool.launch()
+    pool.await_started()
+    pool.publish(0)
+    ids = pool.submit(PROMPTS[:1], group_size=1)
+    first = given.actors[0]
+    assert first.order(*UPDATE) == ["commit"] and first.given("commit") == [(0,)]
+    first.end("collect", RayActorError())
+    threading.Timer(0, lambda: _finish(given)).start()
+    assert list(pool.next_groups(ids)) == ids
+    assert given.actors[1].order(*UPDATE) == ["commit"] and given.actors[1].given("commit") == [(0,)]
+
+
+def _finish(given: Setting) -> None:
+    until(lambda: len(given.actors) == 2 and given.actors[1].requests())
+    given.actors[1].report(completion("0.0"))
 
 
 def test_a_publish_that_was_repeated_is_reported(setting: MakeSetting) -> None:

@@ -23,7 +23,7 @@ from rlhf.data.prompt_stream import PromptStream
 from rlhf.data.prompts import PromptReport, PromptSet
 from rlhf.recipes import load_config
 from rlhf.rewards.total import Scores
-from rlhf.stream import GroupStream, choose_batch, sample_once
+from rlhf.stream import GroupStream, choose_batch
 from tests.fakes import Done
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -366,9 +366,3 @@ def test_a_mixed_up_group_is_a_bug() -> None:
     pool.next_groups = lambda ids: {next(iter(ids)): mixed}  # type: ignore[method-assign]
     with pytest.raises(AssertionError, match="mixed up"):
         stream.next_batch(0)
-
-
-def test_greedy_samples_come_in_prompt_order() -> None:
-    prompts, pool = Counting().take(5), Pool(Random(1))
-    assert [r.prompt.id for r in sample_once(prompts, pool)] == [0, 1, 2, 3, 4]  # type: ignore[arg-type]
-    assert pool.sampling == [(1, True)], "one completion each, in one call"

@@ -562,6 +562,7 @@ def summarised(run_dir: Path, **changes: Any) -> dict[str, Any]:
         "device": "cpu",
         "peak_memory_gib": {"learner": {"host": 1.5}},
         "final_model": run_dir / "model",
+        "best": {},
         "status": "completed",
     }
     return write_summary(run_dir, **(arguments | changes))

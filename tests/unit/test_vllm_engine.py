@@ -34,7 +34,7 @@ class FakeLLM:
 def engine(monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
     """An engine around a FakeLLM; sampling parameters are what they were made from."""
     vllm = SimpleNamespace(SamplingParams=lambda **given: given)
-    params = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final"))
+    params = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final", DELTA="parts"))
     monkeypatch.setitem(sys.modules, "vllm", vllm)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)  # type: ignore[arg-type]
     made = object.__new__(VllmEngine)
@@ -94,6 +94,18 @@ def test_a_request_is_sampled_as_the_configuration_says(engine: VllmEngine) -> N
     engine._spec = replace(engine._spec, logprobs=True, config=replace(config, seed_requests=False, stop=[]))
     unseeded = sampling(engine, ask())
     assert (unseeded["logprobs"], unseeded["seed"], unseeded["stop"], unseeded["detokenize"]) == (0, None, None, False)
+
+
+def test_a_stream_yields_the_new_tokens_of_every_step(engine: VllmEngine) -> None:
+    steps = [[5], [6, 7]]
+
+    def step() -> list[Any]:
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=steps.pop(0))])]
+
+    engine.llm.step, engine.llm.has_unfinished_requests = step, lambda: bool(steps)
+    assert list(engine.stream([1, 2])) == [[5], [6, 7]]
+    ((_, prompt, params),) = engine.llm.added
+    assert prompt == {"prompt_token_ids": [1, 2]} and params["output_kind"] == "parts"
 
 
 def test_what_one_process_says_of_an_update_counts_for_the_engine(engine: VllmEngine) -> None:
