@@ -48,7 +48,7 @@ class OpenEpisode:
     group_id: int
     sample: int
     attempt: int = 0
-    cached_since: int = -1  # the weights' version when it began, whose cache it keeps
+    cached_since: int | None = None  # the weights' version that began its first turn, whose cache it keeps
     rank: int = -1  # of the environment worker that runs it; -1: it has failed for good, and none does
     home: int = -1  # the rollout worker that sampled its last turn
     cached_tokens: int = 0  # which that worker has seen
@@ -151,7 +151,7 @@ class Crew:
             self._waiting += [OpenEpisode(group_id, sample) for sample in range(group_size)]
         return ids
 
-    def open(self, *, most: int, version: int) -> None:
+    def open(self, *, most: int) -> None:
         """Begins episodes that wait, oldest first, each where fewest run, until ``most`` are open."""
         tasks: dict[int, list[EpisodeTask]] = {}
         up = [process for process in self._processes.values() if process.starting is None]
@@ -160,7 +160,7 @@ class Crew:
             if process is None or len(process.episodes) >= self._settings.episodes_per_worker:
                 break
             episode = self._waiting.popleft()
-            episode.rank, episode.cached_since = process.member.rank, version
+            episode.rank = process.member.rank
             process.episodes[episode.key] = self._open[episode.key] = episode
             task = EpisodeTask(episode.key, self._groups[episode.group_id].prompt, episode.sample)
             tasks.setdefault(episode.rank, []).append(task)
@@ -172,6 +172,8 @@ class Crew:
         episode = turn.episode
         episode.turn_id = None
         episode.home, episode.cached_tokens = worker, len(turn.asked.token_ids) + len(completion.token_ids)
+        if episode.cached_since is None:
+            episode.cached_since = int(completion.versions[0])
         if episode.rank < 0:
             self._end(episode, failed_rollout(turn, completion))
         else:

@@ -240,7 +240,7 @@ class RolloutPool:
         """Begins as many as keep the workers busy."""
         assert self._environments
         capacity = sum(worker.capacity for worker in self._scheduler.in_state(State.LIVE))
-        self._environments.open(most=OPEN_PER_SAMPLE * capacity, version=self._scheduler.version)
+        self._environments.open(most=OPEN_PER_SAMPLE * capacity)
 
     # Weights
 

@@ -78,9 +78,9 @@ class Stage:
 
     # What the tests do
 
-    def submit(self, *prompts: Prompt, group_size: int = 2, most: int = 100, version: int = 3) -> list[int]:
+    def submit(self, *prompts: Prompt, group_size: int = 2, most: int = 100) -> list[int]:
         ids = self.crew.submit(prompts, group_size=group_size, greedy=False, with_logprobs=())
-        self.crew.open(most=most, version=version)
+        self.crew.open(most=most)
         return ids
 
     def hear(self) -> None:
@@ -126,7 +126,7 @@ def test_episodes_begin_in_their_order_where_fewest_run(stage: MakeStage) -> Non
     (batch,) = scene.actors[0].given("open")[0]
     assert [(task.prompt, task.sample_index) for task in batch] == [(PROMPTS[i], 0) for i in range(3)]
     scene.report(0, finished=[("1.0.0", ended(7))])
-    scene.crew.open(most=5, version=3)
+    scene.crew.open(most=5)
     assert scene.opened(0)[3:] + scene.opened(1)[2:] == ["2.1.0"], "the sixth takes the place of the one that ended"
 
 
@@ -138,12 +138,13 @@ def test_a_worker_holds_no_more_episodes_than_it_may(stage: MakeStage) -> None:
 
 def test_a_turn_is_sampled_from_its_context_and_its_reply_goes_back(stage: MakeStage) -> None:
     scene = stage()
-    scene.submit(PROMPTS[0], version=3)
+    scene.submit(PROMPTS[0])
     scene.report(1, turns=[("0.1.0", TurnRequest([1, 2, 0], 16, 0))])
     (turn_id,) = scene.turns
     first = scene.turns[turn_id].request(turn_id, 0)
     assert (first.key, first.prompt_id, first.sample_index) == (f"{turn_id}.0", 0, 1)
-    assert (first.token_ids, first.max_tokens, first.turn, first.cached_since) == ([1, 2, 0], 16, 0, 3)
+    assert (first.token_ids, first.max_tokens, first.turn) == ([1, 2, 0], 16, 0)
+    assert first.cached_since is None, "whatever version begins it: a publish may come before"
     scene.sampled(turn_id, [5, 6], worker=4)
     ((replies,),) = scene.actors[1].given("answer")
     ((key, reply),) = replies
@@ -177,7 +178,7 @@ def test_a_worker_that_dies_costs_its_episodes_their_state_and_nobody_else_anyth
     scene.die(0)
     assert scene.killed == [dead] and scene.cancelled == [lost] and list(scene.turns) == [kept]
     assert "environments: replacing a worker: environment[0] on 10.0.0.1: died" in scene.notes[0]
-    scene.crew.open(most=100, version=5)
+    scene.crew.open(most=100)
     assert scene.opened(1)[2:] == ["0.0.1", "1.0.1"], "begun anew, where a worker is up"
     assert not scene.actors[0].given("open"), "the one in its place is only starting"
     scene.sampled(kept, [5])
@@ -197,14 +198,14 @@ def test_a_worker_that_dies_costs_its_episodes_their_state_and_nobody_else_anyth
 
 def test_a_new_attempt_samples_from_the_same_seeds_with_the_cache_of_now(stage: MakeStage) -> None:
     scene = stage(num_workers=1)
-    scene.submit(PROMPTS[0], group_size=1, version=3)
+    scene.submit(PROMPTS[0], group_size=1)
     scene.report(0, failed=[("0.0.0", "the game is broken")])
-    scene.crew.open(most=9, version=4)
+    scene.crew.open(most=9)
     scene.report(0, turns=[("0.0.1", TurnRequest([1], 9, 0))])
     (turn,) = scene.turns.values()
     request = turn.request(1, 0)
     assert (request.prompt_id, request.sample_index, request.turn) == (0, 0, 0)
-    assert request.cached_since == 4
+    assert request.cached_since is None
 
 
 def test_an_episode_that_keeps_failing_is_left_out_and_said_so(stage: MakeStage) -> None:
@@ -212,7 +213,7 @@ def test_an_episode_that_keeps_failing_is_left_out_and_said_so(stage: MakeStage)
     scene.submit(PROMPTS[0], group_size=1)
     for attempt in range(2):
         scene.report(0, failed=[(f"0.0.{attempt}", "game.py:7: ValueError: no dice")])
-        scene.crew.open(most=9, version=3)
+        scene.crew.open(most=9)
     assert scene.notes == ["environments: prompt 0, episode 0 failed 2 times; at last: game.py:7: ValueError: no dice"]
     ((turn_id, turn),) = scene.turns.items()
     assert turn.asked == TurnRequest(PROMPTS[0].token_ids, 1, 0)
@@ -271,7 +272,7 @@ def test_an_episode_that_ends_proves_that_workers_can(stage: MakeStage) -> None:
         scene.die(0)
         scene.actors[0].end("start", "10.0.0.1")
         scene.hear()
-        scene.crew.open(most=9, version=3)
+        scene.crew.open(most=9)
         if i == 2:
             scene.report(0, finished=[(scene.opened(0)[-1], ended(1))])
 

@@ -398,7 +398,6 @@ def test_a_group_of_episodes_is_sampled_turn_by_turn(episodes: Callable[..., Epi
     until(scene.requests)
     (first,) = scene.requests()
     assert (first.token_ids, first.sample_index, first.max_tokens, first.logprobs) == ([1, 2, 0], 1, 8, True)
-    assert first.cached_since == 1
     scene.scene.actors[0].report(completion(first.key, num_tokens=3))
     until(lambda: scene.worker.given("answer"))
     (((key, reply),),) = scene.worker.given("answer")[0]
