@@ -645,15 +645,12 @@ class Config(Section, key=""):
             "reward: nothing gives a reward; set reward.functions (e.g. [{path: exact_match}]) or reward.model.path",
         )
         self._check_environment()
-        longest = "data.max_prompt_tokens + rollout.max_completion_tokens"
-        if self.environment is not None:
-            longest = "environment.max_context_tokens"
         for role in ("learner", "critic", "reference"):
             budget = getattr(self, role).micro_batch_tokens
             require(
                 budget >= self.max_sequence_tokens,
-                f"{role}.micro_batch_tokens={budget} cannot hold one sequence of {longest} = "
-                f"{self.max_sequence_tokens}; use at least that",
+                f"{role}.micro_batch_tokens={budget} cannot hold one sequence of {self.longest_sequence}; "
+                "use at least that",
             )
         self._check_completions()
         self._check_warmup()
@@ -736,6 +733,14 @@ class Config(Section, key=""):
         if self.environment is not None:
             return self.environment.max_context_tokens
         return self.data.max_prompt_tokens + self.rollout.max_completion_tokens
+
+    @property
+    def longest_sequence(self) -> str:
+        """``max_sequence_tokens`` with the keys that set it, for messages."""
+        keys = "data.max_prompt_tokens + rollout.max_completion_tokens"
+        if self.environment is not None:
+            keys = "environment.max_context_tokens"
+        return f"{keys} = {self.max_sequence_tokens}"
 
     @property
     def num_shared_bundles(self) -> int:

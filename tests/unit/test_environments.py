@@ -150,6 +150,7 @@ def test_what_an_environment_raises_names_its_file_and_line(talk: Talk) -> None:
 @pytest.mark.parametrize(
     ("name", "columns", "why"),
     [
+        ("cancelled", {}, "something that it awaited was cancelled"),
         ("wordless", {}, "ended before the model had said anything"),
         ("two_at_once", {}, "two calls of chat"),
         ("unsaid", {"said": None}, "after a reply needs a message"),
