@@ -127,6 +127,13 @@ async def raising(chat: Any) -> None:
     raise KeyError("board")
 
 
+async def cancelled(chat: Any) -> None:
+    await chat()
+    awaited = asyncio.get_running_loop().create_future()
+    awaited.cancel()
+    await awaited
+
+
 async def wordless(chat: Any) -> float:
     return 1.0
 

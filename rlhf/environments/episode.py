@@ -83,6 +83,8 @@ class EpisodeRunner:
                     "(environment.step_timeout_s)"
                 )
             return chat.rollout(sample_index, "timeout", 0.0)
+        if said.cancelled():  # by something that it awaited: for its caller this would be the end of the whole episode
+            raise EpisodeFailedError(f"{self._environment.path}: something that it awaited was cancelled")
         reward = said.result()
         if not chat.num_turns:
             raise EpisodeFailedError(f"{self._environment.path}: it ended before the model had said anything")

@@ -15,6 +15,7 @@ from rlhf.config import (
     AutoscaleConfig,
     Config,
     DataConfig,
+    EnvironmentConfig,
     LearnerConfig,
     LoraConfig,
     ModelConfig,
@@ -39,6 +40,11 @@ WHOLE = Config(
     reward=RewardConfig(functions=[RewardFunctionConfig(path="f")], model=RewardModelConfig(path="r")),
     rollout=RolloutConfig(autoscale=AutoscaleConfig(), extra_kinds={"big": WorkerKindConfig(resources={"h100": 1})}),
 )
+EPISODES = Config(
+    model=ModelConfig(path="m"),
+    data=DataConfig(train="task:guess"),
+    environment=EnvironmentConfig(max_context_tokens=2048, path="guess"),
+)
 REWARD_TRAINING = RewardTrainingConfig(model=ModelConfig(path="m"), data=PreferenceDataConfig(train="task:phrases"))
 
 
@@ -58,7 +64,7 @@ class Number:
         return "".join(parts).removeprefix(".")
 
     def __str__(self) -> str:
-        return self.key if self.config is WHOLE else f"train-reward:{self.key}"
+        return f"train-reward:{self.key}" if self.config is REWARD_TRAINING else self.key
 
     def next(self, bound: float, towards: float) -> float:
         """The number closest to a bound on that side."""
@@ -108,7 +114,11 @@ def numbers(config: Config | RewardTrainingConfig, part: Any, names: Names = ())
         yield from walk(hints[field.name], getattr(part, field.name), (*names, field.name), where)
 
 
-NUMBERS = [*numbers(WHOLE, WHOLE), *numbers(REWARD_TRAINING, REWARD_TRAINING)]
+NUMBERS = [
+    *numbers(WHOLE, WHOLE),
+    *numbers(EPISODES, EPISODES.environment, ("environment",)),
+    *numbers(REWARD_TRAINING, REWARD_TRAINING),
+]
 EACH_NUMBER = pytest.mark.parametrize("number", NUMBERS, ids=str)
 
 
@@ -198,6 +208,8 @@ INTERVALS = {
         RolloutConfig.max_num_seqs RolloutConfig.weight_bucket_mib RolloutConfig.cpus_per_worker CheckpointConfig.keep
         SamplingChecksConfig.logprob_every_steps TrackingConfig.completions_rows RewardTrainingConfig.num_epochs
         RewardTrainingConfig.batch_pairs PreferenceDataConfig.eval_size PreferenceDataConfig.max_tokens
+        EnvironmentConfig.max_context_tokens EnvironmentConfig.max_turns EnvironmentConfig.num_workers
+        EnvironmentConfig.episodes_per_worker
     """,
     "[0, 2147483647]": """
         Config.eval_every_steps AlgorithmConfig.dynamic_sampling_max_tries OptimizerConfig.warmup_steps
@@ -205,7 +217,7 @@ INTERVALS = {
         CheckpointConfig.every_steps CheckpointConfig.max_restarts ChecksConfig.max_skipped_steps
         SamplingChecksConfig.max_skipped_steps SamplingChecksConfig.logprob_groups
         TrackingConfig.completions_every_steps RewardTrainingConfig.eval_every_steps
-        LearnerConfig.checkpointed_layers CriticConfig.checkpointed_layers
+        LearnerConfig.checkpointed_layers CriticConfig.checkpointed_layers EnvironmentConfig.retries
     """,
     "[2, 2147483647]": "RolloutConfig.max_failures",
     "[-1, 2147483647]": "RolloutConfig.top_k",
@@ -237,7 +249,7 @@ INTERVALS = {
     "(0, 1000000000]": """
         RewardConfig.function_timeout_s PlacementConfig.timeout_s TimeoutConfig.start_s TimeoutConfig.generate_s
         TimeoutConfig.score_s TimeoutConfig.update_s TimeoutConfig.publish_s TimeoutConfig.worker_silence_s
-        TimeoutConfig.checkpoint_s CheckpointConfig.grace_s
+        TimeoutConfig.checkpoint_s CheckpointConfig.grace_s EnvironmentConfig.step_timeout_s
     """,
     "[-1000000, 1000000]": "RewardFunctionConfig.weight RewardModelConfig.weight",
 }
@@ -328,6 +340,8 @@ CONTRADICTIONS = {
     "rollout.num_workers=0": "must lie between rollout.autoscale.min and .max",
     "rollout.num_workers=2147483647": "must lie between rollout.autoscale.min and .max",
     "rollout.autoscale.min=2147483647": "must be at least rollout.autoscale.min",
+    "environment.max_context_tokens=1": "leaves no room after a prompt",
+    "environment.max_context_tokens=2147483647": "learner.micro_batch_tokens=8192 cannot hold one sequence",
     "rollout.max_completion_tokens=2147483647": "learner.micro_batch_tokens=8192 cannot hold one sequence",
 }
 

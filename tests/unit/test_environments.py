@@ -1,5 +1,6 @@
 """Episodes with a scripted model: what an environment gets and gives, how it ends, and what becomes of its failures."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ class Talk:
     ) -> tuple[Rollout, Scripted]:
         replies = [[*self.ids(text), self.stop] for text in said] + ([self.ids(cut)] if cut else [])
         sampler = Scripted(replies, self.stop)
-        path = name if name in (None, *BUILT_IN) else f"tests.environments.{name}"
+        path = name if name is None or name in BUILT_IN or ":" in name else f"tests.environments.{name}"
         episodes = runner(self.tokenizer, path, stop_ids=[self.stop], **settings)
         prompt = Prompt(0, self.ids("Begin."), "", [{"role": "user", "content": "Begin."}], {"log": self.log})
         prompt.columns.update(columns or {})
@@ -150,6 +151,7 @@ def test_what_an_environment_raises_names_its_file_and_line(talk: Talk) -> None:
 @pytest.mark.parametrize(
     ("name", "columns", "why"),
     [
+        ("cancelled", {}, "something that it awaited was cancelled"),
         ("wordless", {}, "ended before the model had said anything"),
         ("two_at_once", {}, "two calls of chat"),
         ("unsaid", {"said": None}, "after a reply needs a message"),
@@ -305,6 +307,16 @@ def test_two_tools_of_one_name_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text('def add(left: int):\n    "Adds."')
     with pytest.raises(ConfigError, match=r"environment\.tools\[1\]=.*: another tool is called add too"):
         load_tools(settings(tools=["tests.environments.add", f"{tmp_path}/mine.py:add"]))
+
+
+def test_the_guide_s_game_is_played(talk: Talk, tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    (source,) = re.findall(r"```python\n# guess\.py\n(.*?)```", guide, re.DOTALL)
+    (tmp_path / "guess.py").write_text(source)
+    rollout, _ = talk(f"{tmp_path}/guess.py:guess", "It is 3.", "Hm.", "7", columns={"secret": 7})
+    episode = episode_of(rollout)
+    assert (episode.reward, episode.turn_rewards) == (1.0, [-0.05, -0.05, 0.0])
+    assert [m["content"] for m in episode.messages if m["role"] == "user"] == ["higher", "higher"]
 
 
 # ---- those that come along

@@ -1,10 +1,12 @@
 """Built-in tasks: deterministic, disjoint splits, right answers, errors that name the argument."""
 
+import re
 from typing import Any
 
 import pytest
 
 from rlhf.data.tasks import TASKS, make_task, task_rows
+from rlhf.environments.builtin.calculator import calculate
 from rlhf.errors import ConfigError
 
 
@@ -57,6 +59,14 @@ def test_rows_are_distinct_and_a_small_task_gives_all_it_has() -> None:
     assert sum(len(rows) for rows in splits) == 25  # 5 x 5 pairs of operands
 
 
+def test_the_calculator_s_answers_are_those_of_its_tool() -> None:
+    rows = task_rows("calculator", {"num_rows": 200, "num_operands": 6}, split="train", seed=0)
+    for row in rows:
+        asked = row["prompt"][0]["content"].removeprefix("What is ").removesuffix("?")
+        assert calculate(asked) == row["answer"]
+        assert len(re.findall(r"\d+", asked)) == 6
+
+
 def test_a_task_gives_as_many_rows_as_it_says() -> None:
     assert len(task_rows("phrases", {}, split="train", seed=0)) == 1000
 
@@ -100,7 +110,7 @@ def test_arguments_may_take_their_extreme_values(name: str, args: dict[str, Any]
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
-        ("chess", {}, "task:chess does not exist; the tasks are arithmetic, phrases, sort_words"),
+        ("chess", {}, "task:chess does not exist; the tasks are arithmetic, calculator, guess, phrases"),
         (
             "arithmetic",
             {"max_operant": 3},
