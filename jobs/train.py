@@ -64,14 +64,15 @@ def train_holding(lock: RunLock, config: Config) -> dict[str, Any]:
     tools = tool_schemas(config.environment) if config.environment else ()
     prompts = load_prompts(config.data.train, config.data, tokenizer, split="train", seed=config.seed, tools=tools)
     eval_sets = load_held_out(config, tokenizer)
-    data = {"data.train": prompts} | {eval_key(name): prompts for name, prompts in eval_sets.items()}
-    check_rewards(config, data)
-    check_environment(config, tokenizer, data)
+    by_key = {"data.train": prompts} | {eval_key(name): held_out for name, held_out in eval_sets.items()}
+    check_rewards(config, by_key)
+    notes = [prompts.summary(), *check_environment(config, tokenizer, by_key)]
     this_run = describe_run(config, tokenizer, data=prompts.fingerprint(), num_steps=config.num_steps)
     run_dir = begin(config, checkpoints, state, this_run)
     new_tracker = partial(Tracker, config.tracking, run_dir, num_steps=config.num_steps, tokenizer=tokenizer)
     held_out = {name: data.all() for name, data in eval_sets.items()}
-    once = partial(attempt, tokenizer=tokenizer, prompts=prompts, held_out=held_out, checkpoints=checkpoints)
+    data = {"prompts": prompts, "held_out": held_out}
+    once = partial(attempt, tokenizer=tokenizer, **data, checkpoints=checkpoints, notes=notes)
     with connect(config), ends_on_sigterm():
         return keep_trying(config, checkpoints, new_tracker, once)
 
@@ -84,10 +85,15 @@ def attempt(
     prompts: PromptSet,
     held_out: Mapping[str, Sequence[Prompt]],
     checkpoints: CheckpointStore,
+    notes: Sequence[str],
 ) -> dict[str, Any]:
-    """Starts all actors, runs the loop, ends them; returns the summary. Raises RoleLostError if an actor dies."""
+    """Starts all actors, runs the loop, ends them; returns the summary. Raises RoleLostError if an actor dies.
+
+    ``notes``: lines for the log, before anything starts.
+    """
     tracker.note(f"{config.name}: on the Ray cluster at {ray.get_runtime_context().gcs_address}")
-    tracker.note(prompts.summary())
+    for note in notes:
+        tracker.note(note)
     with started(Cluster(config, tracker.note), tracker) as cluster:
         driver = make_driver(
             config, cluster, prompts=prompts, held_out=held_out, tracker=tracker, checkpoints=checkpoints

@@ -52,17 +52,23 @@ def check_rewards(config: Config, data: Mapping[str, PromptSet]) -> None:
             _check_columns(needed, f"reward function {name}", data)
 
 
-def check_environment(config: Config, tokenizer: PreTrainedTokenizerBase, data: Mapping[str, PromptSet]) -> None:
-    """Loads the environment and its tools as the workers will. Raises ConfigError for them or the chat template,
-    DataError for data that they cannot use. ``data``: prompts by the key that names their source."""
+def check_environment(config: Config, tokenizer: PreTrainedTokenizerBase, data: Mapping[str, PromptSet]) -> list[str]:
+    """Loads the environment and its tools as the workers will; returns lines for the log. Raises ConfigError for them
+    or the chat template, DataError for data that they cannot use. ``data``: prompts by the key that names their
+    source."""
     if config.environment is None:
-        return
-    EpisodeRunner(config, tokenizer, stop_ids=stop_ids(config.model))
+        return []
+    runner = EpisodeRunner(config, tokenizer, stop_ids=stop_ids(config.model))
     environment = load_environment(config.environment)
     _check_columns(environment.required_columns, environment.path, data)
     for key, prompts in data.items():
         if prompts.chats is None:
             raise DataError(f"{key}={prompts.source}: an environment needs chats: prompts that are lists of messages")
+    roles = " or ".join(runner.template.rewritten_by)
+    rewrites = (
+        f"model.path's chat template would rewrite what came before a {roles} message; episodes keep it as it was"
+    )
+    return [rewrites] if roles else []
 
 
 def _check_columns(needed: set[str], who: str, data: Mapping[str, PromptSet]) -> None:

@@ -669,8 +669,8 @@ class Config(Section, key=""):
             budget = getattr(self, role).micro_batch_tokens
             require(
                 budget >= self.max_sequence_tokens,
-                f"{role}.micro_batch_tokens={budget} cannot hold one sequence of data.max_prompt_tokens + "
-                f"rollout.max_completion_tokens = {self.max_sequence_tokens}; use at least that",
+                f"{role}.micro_batch_tokens={budget} cannot hold one sequence of {self.longest_sequence}; "
+                "use at least that",
             )
         self._check_completions()
         self._check_warmup()
@@ -765,6 +765,14 @@ class Config(Section, key=""):
         if self.environment is not None:
             return self.environment.max_context_tokens
         return self.data.max_prompt_tokens + self.rollout.max_completion_tokens
+
+    @property
+    def longest_sequence(self) -> str:
+        """``max_sequence_tokens`` with the keys that set it, for messages."""
+        keys = "data.max_prompt_tokens + rollout.max_completion_tokens"
+        if self.environment is not None:
+            keys = "environment.max_context_tokens"
+        return f"{keys} = {self.max_sequence_tokens}"
 
     @property
     def num_shared_bundles(self) -> int:

@@ -173,6 +173,5 @@ def validate_model(config: Config) -> None:
     limit = shape.get("max_position_embeddings")
     require(
         limit is None or config.max_sequence_tokens <= limit,
-        f"data.max_prompt_tokens + rollout.max_completion_tokens = {config.max_sequence_tokens} exceeds the model's "
-        f"max_position_embeddings={limit}; lower one of them",
+        f"{config.longest_sequence} exceeds the model's max_position_embeddings={limit}; lower one of them",
     )

@@ -180,10 +180,16 @@ class GroupStream:
         return scored
 
     def _is_equal(self, group: ScoredGroup) -> bool:
+        """Whether nothing can be learnt from it."""
         with self._phase("reward"):
             rewards = group.scores.result().rewards
         rewards = clip_rewards(rewards, self._algorithm.reward_clip)  # as the advantages see them
-        return bool(zero_variance_groups(rewards, self._algorithm.group_size).all())
+        if not zero_variance_groups(rewards, self._algorithm.group_size).all():
+            return False
+        if self._algorithm.credit == "episode":
+            return True
+        given = [rollout for rollout, missing in zip(group.rollouts, rewards.isnan(), strict=True) if not missing]
+        return len({tuple(rollout.episode.turn_rewards) for rollout in given if rollout.episode}) < 2
 
     def _choose(self, step: int) -> set[int] | None:
         if len(self._ready) < self._algorithm.prompts_per_step:

@@ -385,4 +385,6 @@ class RolloutPool:
     def _describe(self) -> str:
         states = [str(worker.state) for worker in self._scheduler.workers.values() if worker.state is not State.DEAD]
         counts = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states)) or "none"
-        return f"workers: {counts}; {len(self._scheduler.queue)} group(s) queued, {len(self._groups)} unfinished"
+        episodes = f"; {self._environments.describe()}" if self._environments else ""
+        queued = len(self._scheduler.queue)
+        return f"workers: {counts}; {queued} group(s) queued, {len(self._groups)} unfinished{episodes}"

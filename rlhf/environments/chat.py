@@ -75,6 +75,7 @@ class Chat:
         self._sampled: list[np.ndarray] = []  # bool, of pieces of what follows the prompt
         self._turns: list[TurnReply] = []
         self._rewards: list[float] = []
+        self._sampling = False
         self.ended: Status | None = None  # why there can be no further turn
 
     @property
@@ -117,7 +118,8 @@ class Chat:
         """Others say something."""
         if not self._turns:
             raise ValueError("the prompt comes first: the first chat() takes no message")
-        tokens = self._template.observed(self._prompt.messages or [], messages)
+        stopped_by = self._turns[-1].token_ids[-1]
+        tokens = self._template.observed(self._prompt.messages or [], messages, stopped_by)
         self._messages += messages
         self._context += tokens
         self._sampled.append(np.zeros(len(tokens), dtype=bool))
@@ -131,10 +133,14 @@ class Chat:
             self.ended = "context"
         if self.ended is not None:
             raise EpisodeEnds
+        if self._sampling:
+            raise ValueError("two calls of chat() at once; await one before the next")
         max_tokens = min(self._limits.max_completion_tokens, room)
         self._clock.reschedule(None)
+        self._sampling = True
         turn = await self._sampler.sample(TurnRequest(list(self._context), max_tokens, len(self._turns)))
         self._clock.reschedule(asyncio.get_running_loop().time() + self._step_timeout_s)
+        self._sampling = False
         self._turns.append(turn)
         self._rewards.append(0.0)
         self._context += turn.token_ids
@@ -157,8 +163,9 @@ class Chat:
         return Reply(said, tuple(calls)) if calls else Reply(text)
 
     def rollout(self, sample_index: int, status: Status, reward: float) -> Rollout:
-        """The episode as it is now."""
+        """The episode as it is now, up to the last reply: nothing is learnt from what was said after it."""
         sampled = np.concatenate(self._sampled)
+        sampled = sampled[: int(sampled.nonzero()[0][-1]) + 1]
         logprobs = [turn.logprobs for turn in self._turns if turn.logprobs is not None]
         assert len(logprobs) in (0, len(self._turns)), "a request's log-probabilities are for all of its turns"
         episode = Episode(
@@ -173,7 +180,7 @@ class Chat:
         return Rollout(
             self._prompt,
             sample_index,
-            self._context[len(self._prompt.token_ids) :],
+            self._context[len(self._prompt.token_ids) :][: len(sampled)],
             np.concatenate([turn.versions for turn in self._turns]),
             "stop" if status == "done" else "length",
             np.concatenate(logprobs) if logprobs else None,
@@ -182,7 +189,15 @@ class Chat:
 
 
 def as_messages(message: str | Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Message]:
-    """What an environment says to the model, as messages."""
+    """What an environment says to the model, as messages. Raises ValueError for what is none."""
     if isinstance(message, str):
         return [{"role": "user", "content": message}]
-    return [dict(message)] if isinstance(message, Mapping) else [dict(one) for one in message]
+    messages = [dict(one) for one in ([message] if isinstance(message, Mapping) else message)]
+    for one in messages:
+        if not all(isinstance(one.get(key), str) for key in ("role", "content")):
+            raise ValueError(f"chat({str(one)[:80]}): a message has a role and a content, both strings")
+        if one["role"] == "assistant":
+            raise ValueError("chat() takes no assistant message: what the assistant says is sampled")
+    if not messages:
+        raise ValueError("chat([]) says nothing; leave the message out")
+    return messages

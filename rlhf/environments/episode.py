@@ -34,7 +34,7 @@ class EpisodeRunner:
         kwargs = config.data.chat_template_kwargs
         self._format: CallFormat | None = call_format(tokenizer, schemas, kwargs) if schemas else None
         self._tokenizer = tokenizer
-        self._template = ChatTemplate(
+        self.template = ChatTemplate(
             tokenizer,
             stop_ids=stop_ids,
             date=config.data.date,
@@ -58,7 +58,7 @@ class EpisodeRunner:
         chat = Chat(
             prompt,
             sampler,
-            self._template,
+            self.template,
             self._tokenizer,
             self._limits,
             clock,
@@ -66,10 +66,16 @@ class EpisodeRunner:
             tools=self._tools,
             call_format=self._format,
         )
-        reward = 0.0
-        with contextlib.suppress(TimeoutError):  # the clock's own: ``_reward`` lets no other pass
-            async with clock:
-                reward = await self._reward(chat, prompt)
+        said = asyncio.create_task(self._reward(chat, prompt))
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with clock:
+                    await asyncio.wait({said})
+        finally:
+            if not said.done():
+                chat.ended = "timeout"  # there is no further turn, whatever it makes of being cancelled
+                said.cancel()
+                await asyncio.wait({said}, timeout=settings.step_timeout_s)  # its own ``finally`` may hang, too
         if clock.expired():
             if not chat.num_turns:
                 raise EpisodeFailedError(
@@ -77,6 +83,7 @@ class EpisodeRunner:
                     "(environment.step_timeout_s)"
                 )
             return chat.rollout(sample_index, "timeout", 0.0)
+        reward = said.result()
         if not chat.num_turns:
             raise EpisodeFailedError(f"{self._environment.path}: it ended before the model had said anything")
         status: Status = chat.ended or "done"

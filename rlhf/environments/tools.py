@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError, validate_call
 
@@ -19,14 +19,22 @@ from rlhf.user_code import described
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CallFormat = Literal["tags", "mistral", "json"]
-"""How a reply calls tools: ``<tool_call>{...}</tool_call>``, ``[TOOL_CALLS][{...}]``, or nothing but ``{...}``."""
-
 MAX_STUCK = 16  # tools that did not return in time, in one process, before it must be replaced
 
-TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-BRACKETS = "[TOOL_CALLS]"
-ARGUMENT_KEYS = ("arguments", "parameters")
+TAG = r"</?[^<>\s]+>|\[/?[A-Z_]+\]"
+NAME_KEYS, ARGUMENT_KEYS = ("name", "tool_name"), ("arguments", "parameters")
+BARE_CALL = re.compile(r"""\s*(?:<\|python_tag\|>)?\s*(\{\s*".*)""", re.DOTALL)  # Llama's
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """How a reply calls tools: in JSON, one call or a list of them, between two tags.
+
+    ``opens``: '': the JSON is all of the reply; ``closes``: '': it ends with the reply.
+    """
+
+    opens: str
+    closes: str
 
 
 @dataclass(frozen=True)
@@ -118,40 +126,46 @@ def call_format(
 ) -> CallFormat:
     """How the model calls tools: as its template shows a call that was made. Raises ConfigError if it shows none, or in
     a way that is not known here."""
-    name = "probe_5b1f0c9d"
-    said = {"role": "assistant", "content": "", "tool_calls": [tool_call(name, {"value": 1}, "callid123")]}
     refused = "environment.tools: the chat template of model.path "
     if not re.search(r"\btools\b", str(tokenizer.chat_template)):
         raise ConfigError(f"{refused}knows no tools; use a model that was trained to call them")
+    name = "probe_5b1f0c9d"
+    said = {"role": "assistant", "content": "", "tool_calls": [tool_call(name, {"value": 1}, "callid123")]}
+    shown = {"date": None, "kwargs": {**kwargs, "tools": list(schemas)}}
     try:
-        text = render_chat(tokenizer, [USER, said], date=None, kwargs={**kwargs, "tools": list(schemas)})
+        asked = render_chat(tokenizer, [USER], add_generation_prompt=True, **shown)
+        text = render_chat(tokenizer, [USER, said], **shown)
     except Exception as error:  # a template may raise anything
         raise ConfigError(f"{refused}rejects a tool call: {one_line(error)}") from error
-    tail = text[text.rfind(USER["content"]) :]
-    if name in tail and BRACKETS in tail:
-        return "mistral"
-    if name in tail and "<tool_call>" in tail and re.search(rf'"name":\s*"{name}"', tail):
-        return "tags"
-    if re.search(rf'\{{\s*"name":\s*"{name}"', tail):
-        return "json"
-    known = ", ".join(get_args(CallFormat))
-    raise ConfigError(f"{refused}writes tool calls in none of the forms known here ({known})")
+    begin = next((i for i, (a, b) in enumerate(zip(asked, text, strict=False)) if a != b), min(len(asked), len(text)))
+    for place in (match.start() for match in re.compile(r"\{").finditer(text, begin)):
+        try:
+            call, end = json.JSONDecoder().raw_decode(text, place)
+        except ValueError:
+            continue
+        if any(call.get(key) == name for key in NAME_KEYS):
+            before = re.search(rf"({TAG})\s*\[?\s*$", text[begin:place])
+            after = re.match(rf"\s*\]?\s*({TAG})", text[end:])
+            if before is None and text[begin:place].strip():
+                break
+            closes = after[1] if before and after and after[1] != tokenizer.eos_token else ""
+            return CallFormat(before[1] if before else "", closes)
+    raise ConfigError(f"{refused}writes tool calls in another form than JSON with a name and arguments")
 
 
 def find_calls(text: str, form: CallFormat) -> tuple[str, list[ToolCall]]:
     """What a reply says besides its calls, and the calls in their order."""
-    if form == "tags":
-        bodies = TAGGED.findall(text)
-        said = TAGGED.sub("", text)
-    elif form == "mistral":
-        said, _, body = text.partition(BRACKETS)
-        bodies = [body] if body else []
+    if form.opens:
+        said, *pieces = text.split(form.opens)
     else:
-        is_call = re.match(r'\s*(?:<\|python_tag\|>)?\s*\{\s*"', text) is not None
-        said, bodies = ("", [text.strip().removeprefix("<|python_tag|>")]) if is_call else (text, [])
+        bare = BARE_CALL.fullmatch(text)
+        is_call = bare is not None and re.search(r'"name"\s*:', text) is not None
+        said, pieces = ("", [bare[1]]) if bare is not None and is_call else (text, [])
     calls: list[ToolCall] = []
-    for body in bodies:
+    for piece in pieces:
+        body, _, rest = piece.partition(form.closes) if form.closes else (piece, "", "")
         calls += _parsed(body, len(calls))
+        said += rest
     return said.strip(), calls
 
 
@@ -165,7 +179,7 @@ def _parsed(body: str, count: int) -> list[ToolCall]:
 
 
 def _as_call(item: Any, count: int) -> ToolCall:
-    name = item.get("name") if isinstance(item, dict) else None
+    name = next((item[key] for key in NAME_KEYS if key in item), None) if isinstance(item, dict) else None
     if not isinstance(name, str):
         return ToolCall(_call_id(count), "", {}, 'a call is an object with a "name" and "arguments"')
     arguments = next((item[key] for key in ARGUMENT_KEYS if key in item), {})

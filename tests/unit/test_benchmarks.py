@@ -42,6 +42,11 @@ def test_bench_control(tmp_path: Path) -> None:
     assert all(row["calls"] > 0 and row["replaced"] > 0 for row in rows)
 
 
+def test_bench_turns(tmp_path: Path) -> None:
+    (row,) = measured("bench_turns", None, tmp_path / "turns.json")["rows"]
+    assert (row["workers"], row["turns"]) == (2, 64) and row["driver_s"] > 0
+
+
 @pytest.mark.long
 def test_bench_learner(tiny_model_dir: Path, tmp_path: Path) -> None:
     result = measured("bench_learner", tiny_model_dir, tmp_path / "learner.json")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,12 @@ def test_a_sample_is_the_same_whoever_makes_it_and_however_often() -> None:
     assert first == again == 0x42DEDFFB6BCDA4CE, "samples of earlier runs can be repeated"
     others = [ask("k", 3, 2), ask("k", 4, 1), ask("k", 3, 1, greedy=True)]
     assert len({first, request_seed(1, ask("k", 3, 1)), *(request_seed(0, r) for r in others)}) == 5
+
+
+def test_every_turn_of_an_episode_has_a_seed_of_its_own_and_the_first_that_of_a_single_one() -> None:
+    turns = [replace(ask("8.1", 3, 1), turn=turn) for turn in range(3)]
+    seeds = [request_seed(0, request) for request in turns]
+    assert len(set(seeds)) == 3 and seeds[0] == request_seed(0, ask("9.1", 3, 1))
 
 
 def test_completions_come_back_with_what_was_asked(start: Start) -> None:

@@ -298,12 +298,12 @@ def test_log_probabilities_of_the_learner_and_of_a_reference_are_those_of_sample
 
 def test_a_critic_values_the_state_in_which_each_token_is_chosen(tiny_model_dir: Path) -> None:
     """The first token of a later turn is chosen after what was observed, not after the turn before."""
-    (found,) = [random_episodes()[1]]
+    found = random_episodes()[1]
     critic = load_scalar(str(tiny_model_dir), dtype=torch.float32, fresh_head="random").eval()
     told, asked = [t for t, _ in sequence(found)], [i for i, (_, own) in enumerate(sequence(found)) if own]
     plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir).model
     hidden = plain(torch.tensor([told])).last_hidden_state[0]
-    expected = critic.lm.score(hidden)[:, 0][[i - 1 for i in asked]]
+    expected = critic.lm.get_submodule("score")(hidden)[:, 0][[i - 1 for i in asked]]
     torch.testing.assert_close(critic(packed_inputs(pack([found]), CPU)), expected, rtol=0, atol=1e-5)
 
 

@@ -443,3 +443,10 @@ def test_as_many_episodes_begin_as_keep_the_workers_busy(episodes: Callable[...,
     assert len(tasks) == 2 * 3
     metrics = scene.pool.publish(2)
     assert metrics["environments/retried_episodes"] == 0.0
+
+
+def test_a_driver_that_waits_for_episodes_in_vain_is_told_of_them(episodes: Callable[..., Episodes]) -> None:
+    scene = episodes("timeouts.generate_s=0.1")
+    ids = scene.pool.submit(PROMPTS[:2], group_size=2)
+    with pytest.raises(DeadlineError, match=r"0 group\(s\) queued, 0 unfinished; 4 episodes open, 0 waiting"):
+        scene.pool.next_groups(ids)

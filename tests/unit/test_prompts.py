@@ -395,7 +395,7 @@ def test_a_hub_id_is_answered_with_how_to_save_it(
     (tmp_path / "data").mkdir()
     how = 'datasets.load_dataset("openai/gsm8k", SUBSET).save_to_disk("openai/gsm8k"); of its splits, data.train takes'
     assert how in error_of(DataError, str(tmp_path / "openai/gsm8k"), tokenizer)
-    for path in ("data/gsm8k", "gsm8k", "../openai", "prompts/gsm8k.jsonl", "a/b/c"):
+    for path in ("data/gsm8k", "gsm8k", "../openai", "prompts/gsm8k.jsonl", "prompts/gsm8k.parquet", "a/b/c"):
         assert error_of(DataError, str(tmp_path / path), tokenizer).endswith("or a directory saved by datasets")
 
 

@@ -155,6 +155,9 @@ def test_the_user_s_own_objective_is_kept_and_a_changed_file_is_told(
     (tmp_path / "moved.py").write_text(OWN)
     moved = described(build(*own, "algorithm.loss=moved.py:loss"), tiny_tokenizer)
     assert check_resume(DIRECTORY, old, moved).endswith(f"; changed: algorithm.loss {file}:loss -> moved.py:loss")
+    older = {name: value for name, value in old.items() if name != "sources"}  # it cannot be told what it was
+    with pytest.raises(CheckpointError, match=rf"another run: algorithm\.loss {file}:loss -> moved\.py:loss \("):
+        check_resume(DIRECTORY, older, moved)
     message = refusal(build(*own), build(*own, "algorithm.loss=moved.py:advantage"), tiny_tokenizer)
     assert f"algorithm.loss {file}:loss -> moved.py:advantage (" in message, "another function of the same file"
     file.write_text(OWN + "# another comment")

@@ -114,7 +114,28 @@ def test_a_run_on_another_machine_is_watched_for_a_sign_of_life(
         pass
 
 
-def test_the_holder_shows_life_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_reads_like_the_state_of_a_dead_process_is_not_taken_for_it(tmp_path: Path) -> None:
+    name = Path("/proc/self/comm")
+    own = name.read_text()
+    name.write_text("rlhf) Z 1")
+    try:
+        with RunLock(tmp_path), pytest.raises(ConfigError, match="another run is using it"), RunLock(tmp_path):
+            pass
+    finally:
+        name.write_text(own)
+
+
+def test_the_holder_shows_life_until_it_ends_whatever_its_file_system_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    utime, failures = os.utime, [OSError("stale file handle")]
+
+    def fail_once(path: Path, *times: tuple[int, int]) -> None:
+        if failures and not times:
+            raise failures.pop()
+        utime(path, *times)
+
+    monkeypatch.setattr(os, "utime", fail_once)
     monkeypatch.setattr(run_lock, "BEAT_S", 0.001)
     with RunLock(tmp_path) as lock:
         path = tmp_path / "run.lock"

@@ -79,7 +79,7 @@ def test_an_environment_adds_what_it_gave_for_turns_and_at_the_end() -> None:
 
 
 def test_tools_alone_give_no_reward() -> None:
-    config = load_config(CONF / "guess_tiny.yaml")
+    config = load_config(CONF / "guess_smollm2.yaml")
     assert config.environment is not None
     assert reward_weights(config) == {"environment": 1.0}
     function = RewardFunctionConfig("exact_match", weight=0.5)

@@ -112,10 +112,11 @@ FEW = ("algorithm.prompts_per_step=2", "algorithm.group_size=2", "rollout.max_nu
 LENGTHS = (3, 3, 3, 3)
 
 
-def forward_s(spans: list[tuple[int, int]], head_tokens: int) -> float:
-    shape = ModelShape.of(QWEN_SHAPES["0.5b"])
+def forward_s(spans: list[tuple[int, int]], head_tokens: int, size: str = "0.5b") -> float:
+    shape = ModelShape.of(QWEN_SHAPES[size])
     assert shape is not None
-    return forward_flops(shape, spans, head_tokens) / (0.45 * 1e12)  # 0.9 * 896 / (896 + 896) of the peak
+    share = {"0.5b": 0.9 * 896 / (896 + 896), "1.5b": 0.9 * 1536 / (1536 + 896)}[size]  # of the peak
+    return forward_flops(shape, spans, head_tokens) / (share * 1e12)
 
 
 def few(
@@ -132,17 +133,35 @@ def test_every_phase_by_hand(tmp_path: Path) -> None:
     assert step.publish == pytest.approx(PUBLISH_S + WEIGHTS / 5.8e9)
     assert (step.score, step.reward) == (0, 0)
     # two decoding steps of four sequences each read the weights, and 1 and 2 cached tokens; three steps of the CPU
-    read = (2 * WEIGHTS + 4 * 3 * TOKEN) / 1e11
-    engine = read + forward_s([(1, 1)] * 2, 2) + 3 * ENGINE_STEP_S + 12 * ENGINE_TOKEN_S
+    gpu = (2 * WEIGHTS + 4 * 3 * TOKEN) / 1e11 + forward_s([(1, 1)] * 2, 2)
+    cpu = 3 * ENGINE_STEP_S + 12 * ENGINE_TOKEN_S
+    engine = gpu + cpu
     assert step.generate == pytest.approx(GENERATE_S + engine)
     assert step.total == pytest.approx(step.generate + step.reference + step.update + step.publish)
     shown = few(tmp_path, "rollout.num_workers=1", WITH_REFERENCE, "rollout.logprobs=true")
     assert shown.generate == pytest.approx(GENERATE_S + engine / LOGPROBS_SPEED)
+    halves = few(tmp_path, "rollout.num_workers=1", "rollout.tensor_parallel_size=2", "learner.num_ranks=2")
+    assert halves.generate == pytest.approx(GENERATE_S + gpu / 2 + cpu)
+
+
+def test_each_model_takes_the_time_of_its_own_shape(tmp_path: Path) -> None:
+    (other := tmp_path / "other").mkdir()
+    (other / "config.json").write_text(json.dumps(QWEN_SHAPES["1.5b"]))
+    own = [f"{role}.path={other}" for role in ("critic", "reference", "reward.model")]
+    ppo = ("algorithm.name=ppo", "critic.micro_batch_tokens=8192", "placement.mode=separate", WITH_REFERENCE)
+    step = few(tmp_path, *ppo, *own)
+    assert step.reference == pytest.approx(forward_s([(4, 4)] * 4, 12, "1.5b"))
+    scored = forward_s([(4, 4)] * 4, 0, "1.5b")  # each a single row
+    assert (step.reward, step.score, step.update) == pytest.approx((scored, scored, 3 * scored)), (
+        "the policy ends first"
+    )
 
 
 def test_shared_prompts_save_less_time_than_work(tmp_path: Path) -> None:
     shared = forward_s([(100, 100), (3, 103), (3, 103)] * 2, 12)
     assert few(tmp_path, prompt=100).update == pytest.approx(3 * SHARED_FACTOR * shared)
+    apart = forward_s([(10, 10)] * 4, 28)  # 3 tokens in 20: no more than the copies cost
+    assert few(tmp_path, prompt=3, lengths=(7,) * 4).update == pytest.approx(3 * apart)
 
 
 def test_checkpointed_layers_and_further_ranks_cost_time(tmp_path: Path) -> None:
@@ -182,6 +201,7 @@ def test_requests_beyond_an_engines_places_and_its_cache_take_more_steps(tmp_pat
 
     free = cpu_s()
     assert cpu_s("rollout.max_num_seqs=32") == pytest.approx(free + 2 * 512 * ENGINE_STEP_S)
+    assert cpu_s("rollout.max_num_seqs=1") == pytest.approx(free + 95 * 512 * ENGINE_STEP_S)
     # weights and activations take 2.92 GiB; the other 0.28 hold 24,457 tokens: 39 sequences of 612
     assert cpu_s("rollout.gpu_memory_fraction=0.04") == pytest.approx(free + (96 / 39 - 1) * 512 * ENGINE_STEP_S)
 

@@ -9,6 +9,7 @@ import huggingface_hub
 import pytest
 from transformers import LlamaConfig
 
+from rlhf.config import LoraConfig
 from rlhf.errors import ConfigError
 from rlhf.planning.known_models import KNOWN_MODELS, known_model
 from rlhf.planning.shapes import ModelShape, read_shape
@@ -51,6 +52,20 @@ def test_counts_by_hand() -> None:
     ):
         assert shape.outer_parameters(lm_head=lm_head) == outer
         assert shape.parameters(lm_head=lm_head) == shape.body_parameters + outer
+
+
+@pytest.mark.parametrize(("num_heads", "attention", "intermediate"), [(4, 32, 64), (16, 128, 32)])
+def test_adapters_by_hand(num_heads: int, attention: int, intermediate: int) -> None:
+    shape = dataclasses.replace(SHAPE, num_heads=num_heads, intermediate_size=intermediate)
+
+    def parameters(*targets: str) -> int:
+        return shape.adapter_parameters(LoraConfig(r=5, target_modules=list(targets)))
+
+    sides = {"q_proj": attention, "k_proj": 16, "v_proj": 16, "o_proj": attention}  # the other has 16
+    sides |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), intermediate)
+    assert {name: parameters(name) for name in sides} == {name: 3 * 5 * (16 + side) for name, side in sides.items()}
+    assert parameters("all-linear") == parameters(*sides) == 3 * 5 * sum(16 + side for side in sides.values())
+    assert parameters("W_pack") == 3 * 5 * (16 + max(attention, intermediate)), "unknown: as the largest"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf.batch import Prompt, Rollout
+from rlhf.batch import Episode, Prompt, Rollout
 from rlhf.config import Config
 from rlhf.data.prompt_stream import PromptStream
 from rlhf.data.prompts import PromptReport, PromptSet
@@ -317,6 +317,39 @@ def test_groups_with_fewer_than_two_rewards_are_replaced() -> None:
     stream, prompts, _ = make(config(4, tries=1), reward=EveryThird(bad=math.nan, others=math.nan))
     stream.next_batch(0)
     assert prompts.taken == 8, "one reward in a group is compared with nothing"
+
+
+@pytest.mark.parametrize(("credit", "taken"), [("turn", 3), ("episode", 4)])
+def test_with_turn_credit_groups_are_equal_only_if_their_turns_are(credit: str, taken: int) -> None:
+    """All sums are equal; those of prompts 1, 3, ... come from different turns."""
+    settings = config(
+        2,
+        "algorithm.name=rloo",
+        f"algorithm.credit={credit}",
+        "environment.path=guess",
+        "environment.max_context_tokens=256",
+        "rollout.ignore_eos=false",
+        tries=1,
+    )
+    stream, prompts, pool = make(settings, reward=EveryThird(good=0.0))
+    submit = pool.submit
+
+    def played(*args: Any, **kwargs: Any) -> list[int]:
+        ids = submit(*args, **kwargs)
+        for rollouts in pool.groups.values():
+            for place, rollout in enumerate(rollouts):
+                turns = [0.0, 1.0] if place and rollout.prompt.id % 2 else [1.0, 0.0]
+                told = Episode(np.array([True, True]), [1, 1], turns, 0.0, "done", [], {})
+                versions = np.zeros(2, np.int32)
+                rollouts[place] = replace(rollout, token_ids=[5, 5], versions=versions, episode=told)
+        return ids
+
+    pool.submit = played  # type: ignore[method-assign]
+    prompts.taken = 1
+    batch = stream.next_batch(0)
+    assert prompts.taken - 1 == taken, "two, and a replacement for each that is equal"
+    if credit == "turn":
+        assert [rollout.prompt.id for rollout in batch.rollouts] == [1, 1, 3, 3]
 
 
 def test_out_of_tries_the_batch_is_filled_with_equal_groups() -> None:

@@ -61,6 +61,14 @@ def test_a_request_uses_no_cache_of_other_weights(engine: VllmEngine) -> None:
     assert first == same != other
 
 
+def test_an_episode_keeps_the_cache_that_it_began_with_and_a_turn_its_own_limit(engine: VllmEngine) -> None:
+    for request, version in ((ask(), 1), (ask(turn=1, cached_since=1, max_tokens=3), 2), (ask(cached_since=0), 1)):
+        engine.add(request, version)
+    began, goes_on, other = (prompt["cache_salt"] for _, prompt, _ in engine.llm.added)
+    assert began == goes_on != other
+    assert [sampled["max_tokens"] for _, _, sampled in engine.llm.added] == [4, 3, 4]
+
+
 def test_a_request_is_sampled_as_the_configuration_says(engine: VllmEngine) -> None:
     config = replace(
         engine._spec.config, temperature=0.7, eval_temperature=0.2, top_p=0.9, top_k=40, stop=["</s>"], ignore_eos=True
