@@ -195,7 +195,8 @@ def test_an_end_has_one_bound_at_most(bounds: Bounds) -> None:
 # The interval of every number, as somebody else would write it down: what config.py says must not change unnoticed.
 INTERVALS = {
     "[1, 2147483647]": """
-        Config.num_steps DataConfig.eval_size DataConfig.max_prompt_tokens AlgorithmConfig.prompts_per_step
+        Config.num_steps DataConfig.eval_size DataConfig.eval_samples DataConfig.max_prompt_tokens
+        AlgorithmConfig.prompts_per_step
         AlgorithmConfig.group_size AlgorithmConfig.num_epochs AlgorithmConfig.num_minibatches AlgorithmConfig.kl_horizon
         LearnerConfig.num_ranks LearnerConfig.micro_batch_tokens LearnerConfig.logits_chunk_tokens
         LearnerConfig.cpus_per_rank LoraConfig.r LoraConfig.alpha CriticConfig.num_ranks CriticConfig.micro_batch_tokens
@@ -251,7 +252,7 @@ INTERVALS = {
         TimeoutConfig.score_s TimeoutConfig.update_s TimeoutConfig.publish_s TimeoutConfig.worker_silence_s
         TimeoutConfig.checkpoint_s CheckpointConfig.grace_s EnvironmentConfig.step_timeout_s
     """,
-    "[-1000000, 1000000]": "RewardFunctionConfig.weight RewardModelConfig.weight",
+    "[-1000000, 1000000]": "DataConfig.eval_pass_reward RewardFunctionConfig.weight RewardModelConfig.weight",
 }
 
 
@@ -325,6 +326,7 @@ def test_each_member_of_a_tuple_has_its_own_bounds_and_all_of_a_list_the_same() 
 CONTRADICTIONS = {
     "data.max_prompt_tokens=2147483647": "learner.micro_batch_tokens=8192 cannot hold one sequence",
     "train-reward:data.max_tokens=2147483647": "learner.micro_batch_tokens=8192 cannot hold one pair",
+    "data.eval_samples=2147483647": "would be equal completions at rollout.eval_temperature=0",
     "algorithm.group_size=1": "nothing to compare within a group",
     "algorithm.num_minibatches=2147483647": "does not divide prompts_per_step x group_size",
     "algorithm.delta=1.0000000000000002": "must be greater than 1 + algorithm.epsilon_high = 1.2",
