@@ -108,7 +108,7 @@ class DataConfig(Section, key="data"):
     eval_size: PositiveInt = 128  # at most this many held-out prompts of each source
     eval_samples: PositiveInt = 1  # completions per held-out prompt, at rollout.eval_temperature
     # pass@k: a completion passes with at least this reward; None: no pass@k
-    eval_pass_reward: Annotated[float, Bounds(min=-1_000_000, max=1_000_000, interval=True)] | None = None
+    eval_pass_reward: Annotated[float, Bounds(min=-(10**9), max=10**9, interval=True)] | None = None
     task_args: dict[str, Any] = field(default_factory=dict)  # for task:NAME, both splits
     prompt_column: str = "prompt"
     system_prompt: str | None = None  # prepended to chat prompts that have no system message

@@ -252,7 +252,8 @@ INTERVALS = {
         TimeoutConfig.score_s TimeoutConfig.update_s TimeoutConfig.publish_s TimeoutConfig.worker_silence_s
         TimeoutConfig.checkpoint_s CheckpointConfig.grace_s EnvironmentConfig.step_timeout_s
     """,
-    "[-1000000, 1000000]": "DataConfig.eval_pass_reward RewardFunctionConfig.weight RewardModelConfig.weight",
+    "[-1000000, 1000000]": "RewardFunctionConfig.weight RewardModelConfig.weight",
+    "[-1000000000, 1000000000]": "DataConfig.eval_pass_reward",
 }
 
 
