@@ -141,6 +141,16 @@ def reward(completions):
 """
 
 
+@pytest.mark.parametrize(
+    ("recipe", "models"), [("grpo_tiny", {"model"}), ("ppo_tiny", {"model", "critic"}), ("reward_tiny", {"model"})]
+)
+def test_only_models_that_are_trained_are_recorded(
+    build: Any, tiny_tokenizer: Any, recipe: str, models: set[str]
+) -> None:
+    recorded = described(build(recipe=recipe), tiny_tokenizer)["fingerprints"]
+    assert recorded.keys() == {"tokenizer", "data"} | models
+
+
 def test_the_user_s_own_objective_is_kept_and_a_changed_file_is_told(
     build: Any, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
