@@ -107,7 +107,10 @@ def load_preferences(
 def read_preferences(path: Path, where: str) -> Iterator[Preference]:
     """The pairs of a JSONL file. Raises DataError naming the first invalid line."""
     if not path.is_file() or not is_text(path, ".jsonl"):
-        kinds = "a source is task:NAME or a .jsonl file (also .gz or .zst) with prompt, chosen, rejected and, optionally, margin"
+        kinds = (
+            "a source is task:NAME or a .jsonl file (also .gz or .zst) with prompt, chosen, rejected and, optionally, "
+            "margin"
+        )
         raise DataError(f"{where}: {'not a .jsonl file' if path.exists() else 'no such file'}; {kinds}")
     for number, row in read_json_lines(path, where):
         yield _checked(row, f"{where}: line {number}")
