@@ -21,7 +21,7 @@ STEPS = "counts training steps; there are no epochs over the data, which starts 
 WARMUP = "counts optimiser steps"
 KL = "the KL to the reference: in the loss with grpo and reinforce_pp, in the reward with rloo and ppo; 0: none"
 PATH = "a Hugging Face directory or hub id"
-DATA = "a .jsonl or .parquet file, a directory saved by datasets, or task:NAME"
+DATA = "a .jsonl, .csv or .parquet file, a directory saved by datasets, or task:NAME"
 FUNCTIONS = "a list, for example [{path: my_rewards.py:f, weight: 1.0}]"
 REWARD_MODEL = "a mapping, for example reward.model.path=DIRECTORY"
 RANKS = "counts GPUs, of all nodes together"

@@ -100,7 +100,8 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig(Section, key="data"):
-    """Prompts. A source is ``task:NAME``, a ``.jsonl`` or ``.parquet`` file, or a directory saved by ``datasets``."""
+    """Prompts. A source is ``task:NAME``, a ``.jsonl`` or ``.csv`` file (both also ``.gz`` or ``.zst``), a ``.parquet``
+    file, or a directory saved by ``datasets``."""
 
     train: str = MISSING
     eval: str | None = None  # None: no evaluation

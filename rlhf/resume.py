@@ -17,7 +17,7 @@ from rlhf.checkpoint import read_state
 from rlhf.config import ALGORITHMS, Config
 from rlhf.errors import CheckpointError, ConfigError
 from rlhf.reward_config import RewardTrainingConfig
-from rlhf.rewards.functions import BUILT_IN
+from rlhf.rewards.built_in import BUILT_IN
 from rlhf.user_code import source_digest
 
 if TYPE_CHECKING:

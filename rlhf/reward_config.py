@@ -27,8 +27,8 @@ from rlhf.config import (
 
 @dataclass(frozen=True)
 class PreferenceDataConfig(Section, key="data"):
-    """Preference pairs. A source is ``task:NAME`` or a ``.jsonl`` file with prompt, chosen, rejected and, optionally,
-    margin: the least by which the chosen answer's score should exceed the other's."""
+    """Preference pairs. A source is ``task:NAME`` or a ``.jsonl`` file (also ``.gz`` or ``.zst``) with prompt, chosen,
+    rejected and, optionally, margin: the least by which the chosen answer's score should exceed the other's."""
 
     train: str = MISSING
     eval: str | None = None  # None: no evaluation

@@ -17,7 +17,7 @@ import torch
 
 from rlhf.batch import TrainBatch, last_token_batch
 from rlhf.data.chat import Chat, answer_tokens, plain_messages, prompt_problem, truncate_tail
-from rlhf.data.readers import read_json_lines
+from rlhf.data.readers import is_text, read_json_lines
 from rlhf.data.tasks import Row, Split, task_name, task_rows
 from rlhf.errors import ConfigError, DataError, one_line
 from rlhf.reward_config import PreferenceDataConfig
@@ -106,8 +106,11 @@ def load_preferences(
 
 def read_preferences(path: Path, where: str) -> Iterator[Preference]:
     """The pairs of a JSONL file. Raises DataError naming the first invalid line."""
-    if not path.is_file() or path.suffix != ".jsonl":
-        kinds = "a source is task:NAME or a .jsonl file with prompt, chosen, rejected and, optionally, margin"
+    if not path.is_file() or not is_text(path, ".jsonl"):
+        kinds = (
+            "a source is task:NAME or a .jsonl file (also .gz or .zst) with prompt, chosen, rejected and, optionally, "
+            "margin"
+        )
         raise DataError(f"{where}: {'not a .jsonl file' if path.exists() else 'no such file'}; {kinds}")
     for number, row in read_json_lines(path, where):
         yield _checked(row, f"{where}: line {number}")

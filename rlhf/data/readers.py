@@ -1,12 +1,14 @@
-"""Reading a source as a table: a built-in task, a JSONL or Parquet file, or a directory saved by datasets.
+"""Reading a source as a table: a built-in task, a JSONL, CSV or Parquet file, or a directory saved by datasets.
 
 Every error is one line that names the key and the source. Rows count from 1, without blank lines of a JSONL file.
 """
 
+import csv
+import io
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from rlhf.config import DataConfig
 from rlhf.data.columns import Table, columnar, first_lacking
@@ -17,12 +19,17 @@ if TYPE_CHECKING:
     import pyarrow
 
 DIRECTORY_SPLITS: dict[Split, str] = {"train": "train", "eval": "test"}  # in a saved DatasetDict
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # of JSONL and CSV files: pyarrow's names by suffix
+SOURCES = (
+    "a source is task:NAME, a .jsonl, .csv (both also .gz or .zst) or .parquet file, or a directory saved by datasets"
+)
+MAX_CSV_FIELD = 2**31 - 1  # characters; csv's own limit is 131,072
 MAX_NESTING = 100  # levels of a JSON line; pickle, which sends columns to actors, fails before json does
 
 
 def read_table(source: str, config: DataConfig, *, split: Split, seed: int, where: str) -> tuple[Table, dict[str, int]]:
     """The table of a source (for eval, its first ``eval_size`` rows), and for each column of a JSONL file the first
-    line that lacks it, if any.
+    line that lacks it, if any. All values of a CSV file are strings.
 
     ``where`` names the source in errors. Raises DataError if it cannot be read or holds no rows, ConfigError if a
     task's arguments do not fit.
@@ -31,20 +38,21 @@ def read_table(source: str, config: DataConfig, *, split: Split, seed: int, wher
     if (task := task_name(source)) is not None:
         return columnar(task_rows(task, config.task_args, split=split, seed=seed, max_rows=max_rows)), {}
     path = Path(source).expanduser()
-    kinds = "a source is task:NAME, a .jsonl or .parquet file, or a directory saved by datasets"
     if not path.exists():
-        raise DataError(f"{where}: no such file or directory; {kinds}{_how_to_save(path)}")
+        raise DataError(f"{where}: no such file or directory; {SOURCES}{_how_to_save(path)}")
     lacking: dict[str, int] = {}
     if path.is_dir():
         table = _read_directory(path, DIRECTORY_SPLITS[split], where)
-    elif path.suffix == ".jsonl":
+    elif is_text(path, ".jsonl"):
         numbered = read_json_lines(path, where)[:max_rows]
         table = columnar([row for _, row in numbered])
         lacking = first_lacking(numbered, table)
+    elif is_text(path, ".csv"):
+        table = _read_csv(path, where)
     elif path.suffix == ".parquet":
         table = _read_parquet(path, where)
     else:
-        raise DataError(f"{where}: cannot read a {path.suffix or 'file without suffix'}; {kinds}")
+        raise DataError(f"{where}: cannot read a {path.suffix or 'file without suffix'}; {SOURCES}")
     if not any(table.values()):
         raise DataError(f"{where}: holds no rows")
     return {name: column[:max_rows] for name, column in table.items()}, lacking
@@ -53,7 +61,11 @@ def read_table(source: str, config: DataConfig, *, split: Split, seed: int, wher
 def _how_to_save(missing: Path) -> str:
     """What makes a directory of the data set on the Hugging Face hub that ``missing`` seems to name; '': it is none."""
     owner_and_name = Path(os.path.relpath(missing)).parts
-    if len(owner_and_name) != 2 or missing.parent.exists() or missing.suffix in (".jsonl", ".parquet"):
+    if (
+        len(owner_and_name) != 2
+        or missing.parent.exists()
+        or missing.suffix in (".jsonl", ".csv", ".parquet", *COMPRESSIONS)
+    ):
         return ""
     id = "/".join(owner_and_name)
     return (
@@ -63,11 +75,26 @@ def _how_to_save(missing: Path) -> str:
     )
 
 
+def is_text(path: Path, suffix: str) -> bool:
+    """Whether it is a ``suffix`` file by its name, compressed or not."""
+    return path.suffix == suffix or (path.suffix in COMPRESSIONS and path.with_suffix("").suffix == suffix)
+
+
+def _open(path: Path) -> BinaryIO:
+    """Opens it to read, decompressed. Opening and reading raise OSError, also where a compressed file is cut short."""
+    if path.suffix not in COMPRESSIONS:
+        return path.open("rb")
+    import pyarrow
+
+    compressed = pyarrow.input_stream(str(path), compression=COMPRESSIONS[path.suffix])
+    return io.BufferedReader(cast(io.RawIOBase, compressed))
+
+
 def read_json_lines(path: Path, where: str) -> list[tuple[int, dict[str, Any]]]:
     """(line number from 1, object) of every line that is not blank. Raises DataError naming ``where``."""
     rows = []
     try:
-        with path.open("rb") as file:
+        with _open(path) as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
@@ -107,6 +134,27 @@ def _nesting(value: Any) -> int:
         current = [x for inner in current for x in (inner.values() if isinstance(inner, dict) else inner)]
         levels += 1
     return levels
+
+
+def _read_csv(path: Path, where: str) -> Table:
+    """Its columns as strings, named by its first line."""
+    csv.field_size_limit(MAX_CSV_FIELD)
+    try:
+        with io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline="") as file:
+            lines = [line for line in csv.reader(file, strict=True) if line]
+    except (OSError, ValueError, csv.Error) as error:  # ValueError: UnicodeDecodeError
+        raise DataError(f"{where}: not a readable CSV file in UTF-8: {one_line(error)}") from error
+    names, rows = (lines[0], lines[1:]) if lines else ([], [])
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DataError(f"{where}: its first line names column {twice!r} twice; rename one")
+    for number, row in enumerate(rows, start=1):
+        if len(row) != len(names):
+            raise DataError(
+                f"{where}: row {number} has {len(row)} fields, but the first line names {len(names)} columns; quote "
+                "fields that contain commas or line breaks"
+            )
+    return {name: [row[i] for row in rows] for i, name in enumerate(names)}
 
 
 def _read_parquet(path: Path, where: str) -> Table:

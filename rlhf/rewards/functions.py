@@ -1,12 +1,13 @@
-"""Built-in reward functions, chosen by name with ``reward.functions[i].path``.
+"""Built-in reward functions (``built_in`` has all of them), chosen by name with ``reward.functions[i].path``.
 
 They are called like any user's function (see ``loading``): with keywords, and only with the arguments they name.
 ``completions`` is S strings, or S chats: of one message, or an episode's; ``completion_ids`` is S lists of token ids; a
 column such as ``answer`` has S values, where None makes the function abstain for that row. All return S values.
 """
 
+import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -15,6 +16,7 @@ Values = list[float | None]
 
 # A minus is a sign only if no word or digit precedes it: '5-3' ends in 3, '5 - -3' in -3.
 NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+JSON_FENCE = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
 
 
 def completion_text(completion: Completion) -> str:
@@ -92,7 +94,79 @@ def format_regex(completions: Sequence[Completion], regex: str) -> Values:
     return [float(pattern.fullmatch(completion_text(completion).strip()) is not None) for completion in completions]
 
 
-BUILT_IN: dict[str, Callable[..., Values]] = {
-    function.__name__: function
-    for function in (exact_match, contains_answer, number_match, even_tokens, length_penalty, format_regex)
-}
+def math_match(completions: Sequence[Completion], answer: Sequence[Any], timeout_s: int = 2) -> Values:
+    r"""1 where the completion's final expression is mathematically equal to the answer, else 0: \frac12, 0.5 and 50%.
+
+    By math-verify (``pip install 'math-verify[antlr4_13_2]'``). The answer is LaTeX or a number, alone, or within text
+    that marks it by $...$ or \boxed{}. An answer that cannot be parsed makes the function abstain. Parsing and
+    comparing each end after ``timeout_s``, with 0.
+    """
+    from math_verify import parse, verify  # type: ignore[import-not-found]  # optional
+
+    def parsed(text: str) -> list[Any]:
+        return parse(text, parsing_timeout=timeout_s)
+
+    values: Values = []
+    for completion, expected in zip(completions, answer, strict=True):
+        text = "" if expected is None else str(expected).strip()
+        is_marked = any(mark in text for mark in ("$", "\\boxed", "\\(", "\\["))
+        wanted = parsed(text if is_marked else f"${text}$") if text else []
+        if not wanted:
+            values.append(None)
+        else:
+            values.append(float(verify(wanted, parsed(completion_text(completion)), timeout_seconds=timeout_s)))
+    return values
+
+
+def json_schema(completions: Sequence[Completion], schema: Any) -> Values:
+    """1 where the completion is JSON, bare or in one ```json fence, that satisfies ``schema``, else 0.
+
+    ``schema``: one for all (in kwargs), or a column of them; objects, or JSON text. None abstains. References to other
+    documents are not fetched. Raises ValueError for what is not a JSON schema.
+    """
+    from jsonschema import Draft202012Validator, SchemaError
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+
+    def validator(given: Any) -> Any:
+        try:
+            given = json.loads(given) if isinstance(given, str) else given
+            kind = validator_for(given, default=Draft202012Validator)
+            kind.check_schema(given)
+        except (ValueError, TypeError, SchemaError) as error:
+            raise ValueError(f"not a JSON schema: {str(given)[:80]!r}: {str(error).splitlines()[0]}") from error
+        return kind(given, registry=Registry())  # an empty registry: nothing is fetched
+
+    def satisfies(text: str, given: Any) -> float:
+        checker = validator(given)
+        fenced = JSON_FENCE.fullmatch(text.strip())
+        try:
+            value = json.loads(fenced[1] if fenced else text, parse_constant=_refuse_constant)
+            return float(checker.is_valid(value))
+        except (ValueError, RecursionError):  # not JSON, or nested too deeply to be what anybody asked for
+            return 0.0
+
+    schemas = schema if isinstance(schema, list) else [schema] * len(completions)
+    return [
+        None if given is None else satisfies(completion_text(completion), given)
+        for completion, given in zip(completions, schemas, strict=True)
+    ]
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def repetition_penalty(completion_ids: Sequence[Sequence[int]], ngram_size: int = 4) -> Values:
+    """The share of a completion's n-grams of tokens that occurred in it before, negated: in (-1, 0].
+
+    (distinct / all) - 1 over its windows of ``ngram_size`` tokens; 0 for a completion that is shorter than one.
+    """
+    if ngram_size < 1:
+        raise ValueError(f"ngram_size={ngram_size} must be at least 1")
+
+    def penalty(ids: Sequence[int]) -> float:
+        ngrams = [tuple(ids[i : i + ngram_size]) for i in range(len(ids) - ngram_size + 1)]
+        return len(set(ngrams)) / len(ngrams) - 1 if ngrams else 0.0
+
+    return [penalty(ids) for ids in completion_ids]

@@ -1,5 +1,6 @@
 """Preference pairs: what is read, what is refused and with which words, and what the tokens are."""
 
+import gzip
 import json
 import math
 from pathlib import Path
@@ -39,6 +40,13 @@ def test_plain_and_chat_pairs_are_tokenised_as_the_reward_model_reads_them(tmp_p
     messages = [*CHAT["prompt"], {"role": "assistant", "content": "5"}]
     assert tiny_tokenizer.decode(chat.rejected) == tiny_tokenizer.apply_chat_template(messages, tokenize=False)
     assert chat.margin == 0.5
+
+
+def test_compressed_pairs_are_those_of_the_plain_file(tmp_path: Path, tiny_tokenizer) -> None:
+    plain = write(tmp_path, PLAIN, CHAT)
+    compressed = tmp_path / "pairs.jsonl.gz"
+    compressed.write_bytes(gzip.compress(Path(plain).read_bytes()))
+    assert load(str(compressed), tiny_tokenizer).fingerprint() == load(plain, tiny_tokenizer).fingerprint()
 
 
 def test_the_template_is_told_the_run_s_date(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -75,9 +75,21 @@ def error_of(
 # ---- sources
 
 
+COMPRESSED = {"jsonl.gz": "gzip", "jsonl.zst": "zstd", "csv": None, "csv.gz": "gzip", "csv.zst": "zstd"}
+
+
 def save_as(kind: str, directory: Path) -> str:
     if kind == "jsonl":
         return write_jsonl(directory / "rows.jsonl", ROWS)
+    if kind in COMPRESSED:
+        name = directory / f"rows.{kind}"
+        with pa.output_stream(str(name), compression=COMPRESSED[kind]) as file:
+            if "jsonl" in kind:
+                file.write(Path(write_jsonl(directory / "rows.jsonl", ROWS)).read_bytes())
+            else:
+                lines = [f'{row["answer"]},"{row["prompt"]}"' for row in ROWS]
+                file.write("\r\n".join(["\ufeffanswer,prompt", *lines, ""]).encode())
+        return str(name)
     if kind == "parquet":
         parquet.write_table(pa.Table.from_pylist(ROWS), directory / "rows.parquet")
         return str(directory / "rows.parquet")
@@ -88,7 +100,7 @@ def save_as(kind: str, directory: Path) -> str:
     return str(directory / "saved")
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset", "dataset_dict"])
+@pytest.mark.parametrize("kind", ["jsonl", *COMPRESSED, "parquet", "dataset", "dataset_dict"])
 def test_every_source_gives_the_same_prompts(kind: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     prompts = load(save_as(kind, tmp_path), tokenizer)
     assert [p.text for p in prompts.all()] == [row["prompt"] for row in ROWS]
@@ -102,7 +114,7 @@ def test_every_source_gives_the_same_prompts(kind: str, tmp_path: Path, tokenize
 
 def test_eval_takes_the_test_split_and_at_most_eval_size(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     assert load(save_as("dataset_dict", tmp_path), tokenizer, "eval").texts == ["question 3", "question 4"]
-    for kind in ("jsonl", "parquet"):
+    for kind in ("jsonl", "csv.gz", "parquet"):
         prompts = load(save_as(kind, tmp_path), tokenizer, "eval", eval_size=2)
         assert prompts.texts == ["question 0", "question 1"]
         assert prompts.report.num_rows == 2
@@ -374,18 +386,58 @@ def test_bytes_that_are_no_text_are_named(
 
 
 def test_what_cannot_be_read(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    for name, content in {"p.csv": "a", "noise": "a", "p.parquet": "not parquet"}.items():
+    for name, content in dict.fromkeys(("p.xlsx", "noise", "p.parquet", "p.jsonl.gz"), "not what it says").items():
         (tmp_path / name).write_text(content)
     (tmp_path / "empty").mkdir()
     expected = {
-        "nowhere.jsonl": "no such file or directory; a source is task:NAME, a .jsonl or .parquet file, or a directory",
-        "p.csv": "cannot read a .csv; a source is",
+        "nowhere.jsonl": "no such file or directory; a source is task:NAME, a .jsonl, .csv (both also .gz",
+        "p.jsonl.gz": "cannot be read: ",
+        "p.xlsx": "cannot read a .xlsx; a source is",
         "noise": "cannot read a file without suffix; a source is",
         "p.parquet": "not a readable Parquet file",
         "empty": "not a directory written by datasets' save_to_disk",
     }
     for name, message in expected.items():
         assert f"data.train={tmp_path / name}: {message}" in error_of(DataError, str(tmp_path / name), tokenizer)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_compressed_file_that_was_cut_short_is_not_taken_for_a_short_one(
+    suffix: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = Path(save_as(f"jsonl{suffix}", tmp_path))
+    path.write_bytes(path.read_bytes()[:-6])
+    assert "cannot be read: Truncated compressed stream" in error_of(DataError, str(path), tokenizer)
+
+
+def test_values_of_a_csv_file_are_strings_as_they_are_written(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = tmp_path / "p.csv"
+    path.write_text('prompt,answer\n"a, ""b""\nc",007\n\n' + "x" * 200_000 + ",\n")
+    prompts = load(str(path), tokenizer, max_prompt_tokens=1_000_000)
+    assert prompts.texts == ['a, "b"\nc', "x" * 200_000]
+    assert prompts.columns == {"answer": ["007", ""]}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "p.csv: holds no rows"),
+        (b"prompt\n", "p.csv: holds no rows"),
+        (b"prompt,answer\na,1\nb\n", "row 2 has 1 fields, but the first line names 2 columns; quote fields that"),
+        (b"prompt,answer\na,b,1\n", "row 1 has 3 fields, but the first line names 2 columns"),
+        (b"prompt,x,x\na,1,2\n", "its first line names column 'x' twice; rename one"),
+        (b'prompt\n"a', "not a readable CSV file in UTF-8: unexpected end of data"),
+        (b"prompt\n\xff\n", "not a readable CSV file in UTF-8: 'utf-8' codec can't decode"),
+    ],
+)
+def test_what_is_wrong_with_a_csv_file(
+    content: bytes, message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = tmp_path / "p.csv"
+    path.write_bytes(content)
+    assert message in error_of(DataError, str(path), tokenizer)
 
 
 def test_a_hub_id_is_answered_with_how_to_save_it(
@@ -395,7 +447,8 @@ def test_a_hub_id_is_answered_with_how_to_save_it(
     (tmp_path / "data").mkdir()
     how = 'datasets.load_dataset("openai/gsm8k", SUBSET).save_to_disk("openai/gsm8k"); of its splits, data.train takes'
     assert how in error_of(DataError, str(tmp_path / "openai/gsm8k"), tokenizer)
-    for path in ("data/gsm8k", "gsm8k", "../openai", "prompts/gsm8k.jsonl", "prompts/gsm8k.parquet", "a/b/c"):
+    files = ("prompts/gsm8k.jsonl", "prompts/gsm8k.parquet", "prompts/gsm8k.csv.gz")
+    for path in ("data/gsm8k", "gsm8k", "../openai", *files, "a/b/c"):
         assert error_of(DataError, str(tmp_path / path), tokenizer).endswith("or a directory saved by datasets")
 
 
