@@ -117,7 +117,7 @@ def test_code_that_passes_nothing(code: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_code_that_never_ends_is_ended_with_what_it_started(tmp_path: Path) -> None:
     code = (
         "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(90)'])\n"
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
         "time.sleep(600)"
     )
