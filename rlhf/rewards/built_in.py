@@ -1,4 +1,4 @@
-"""The built-in reward functions by name, and what some of them need installed."""
+"""The built-in reward functions by name."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +33,3 @@ BUILT_IN: dict[str, Callable[..., Any]] = {
         llm_judge,
     )
 }
-
-# What a built-in function imports when it is called: its module, and the command that installs it.
-PACKAGES = {"math_match": ("math_verify", "pip install 'math-verify[antlr4_13_2]'")}

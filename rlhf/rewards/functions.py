@@ -97,11 +97,10 @@ def format_regex(completions: Sequence[Completion], regex: str) -> Values:
 def math_match(completions: Sequence[Completion], answer: Sequence[Any], timeout_s: int = 2) -> Values:
     r"""1 where the completion's final expression is mathematically equal to the answer, else 0: \frac12, 0.5 and 50%.
 
-    By math-verify (``pip install 'math-verify[antlr4_13_2]'``). The answer is LaTeX or a number, alone, or within text
-    that marks it by $...$ or \boxed{}. An answer that cannot be parsed makes the function abstain. Parsing and
-    comparing each end after ``timeout_s``, with 0.
+    By math-verify. The answer is LaTeX or a number, alone, or within text that marks it by $...$ or \boxed{}. An answer
+    that cannot be parsed makes the function abstain. Parsing and comparing each end after ``timeout_s``, with 0.
     """
-    from math_verify import parse, verify  # type: ignore[import-not-found]  # optional
+    from math_verify import parse, verify
 
     def parsed(text: str) -> list[Any]:
         return parse(text, parsing_timeout=timeout_s)

@@ -7,7 +7,6 @@ row. A function without ``**kwargs`` gets only the arguments it names.
 """
 
 import functools
-import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 from rlhf.config import RewardFunctionConfig
 from rlhf.data.columns import ARGUMENTS
 from rlhf.errors import ConfigError, DeadlineError, RewardError
-from rlhf.rewards.built_in import BUILT_IN, PACKAGES
+from rlhf.rewards.built_in import BUILT_IN
 from rlhf.user_code import defined_at, described, load_function, named_parameters, place_in, takes_any_keyword
 
 MODEL_NAME = "model"  # the reward model's name among the functions: for its metric and its weight in the sum
@@ -125,7 +124,6 @@ def load_reward_functions(configs: Sequence[RewardFunctionConfig]) -> list[Rewar
     functions: list[RewardFunction] = []
     for index, config in enumerate(configs):
         key = f"reward.functions[{index}].path={config.path}"
-        _check_package(config.path, key)
         call = resolve(config.path, key)
         _check_signature(call, key)
         _check_kwargs(call, config.kwargs, f"reward.functions[{index}].kwargs")
@@ -150,12 +148,6 @@ def _unique(name: str, taken: Collection[str]) -> str:
 def resolve(path: str, key: str) -> Callable[..., Any]:
     """The function at ``path``; ``key``: where the configuration names it. Raises ConfigError if it does not load."""
     return load_function(path, key, built_in=BUILT_IN)
-
-
-def _check_package(path: str, key: str) -> None:
-    module, command = PACKAGES.get(path, (None, None))
-    if module is not None and importlib.util.find_spec(module) is None:
-        raise ConfigError(f"{key} needs a package that is not installed; run {command}")
 
 
 def _check_signature(call: Callable[..., Any], key: str) -> None:
