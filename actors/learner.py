@@ -246,6 +246,12 @@ class LearnerActor(EngineActor):
             max_completion_tokens=self._config.rollout.max_completion_tokens,
         )
 
+    def score_reference(self, share: Share) -> Tensor:
+        """Log-probabilities without the adapters of the share's completion tokens. Collective. Raises
+        GpuMemoryError."""
+        with self._naming_what_takes_memory("scoring"):
+            return self._learner.score_reference(share)
+
     def score_with_entropy(self, share: Share) -> Tensor:
         """Log-probabilities and entropies of the share's completion tokens. Collective. Raises GpuMemoryError."""
         with self._naming_what_takes_memory("scoring"):

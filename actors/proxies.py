@@ -48,6 +48,10 @@ class LearnerGroup:
         """float32 [N] in the batch's own order."""
         return self._score("score", batch)
 
+    def score_reference(self, batch: TrainBatch) -> Call[Tensor]:
+        """float32 [N] in the batch's own order."""
+        return self._score("score_reference", batch)
+
     def update(self, batch: TrainBatch, step: int) -> Call[dict[str, float]]:
         """The metrics of training step ``step``, counted from 0. If the optimiser steps need scores that the batch
         lacks, waits for them first."""

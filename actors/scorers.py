@@ -13,7 +13,6 @@ from rlhf.config import Config
 from rlhf.data.columns import ARGUMENTS
 from rlhf.errors import RewardError
 from rlhf.models.loading import load_policy, load_scalar, load_tokenizer
-from rlhf.models.nf4 import keep_in_4_bits
 from rlhf.models.scorer import FrozenScorer
 from rlhf.rewards import MODEL_NAME, RewardFunctions, Scoring, load_reward_functions
 from rlhf.rewards.functions import Completion
@@ -41,8 +40,6 @@ class ReferenceActor(RankActor):
             trust_remote_code=config.model.trust_remote_code,
             key=key,
         )
-        if config.reference_in_4_bits:
-            keep_in_4_bits(model, device)
         self._on_shared_gpu = shares_gpu(config, device)
         self._scorer = FrozenScorer(
             model,

@@ -348,7 +348,8 @@ class CriticConfig(LearnerConfig, key="critic"):
 
 @dataclass(frozen=True)
 class ReferenceConfig(Section, key="reference"):
-    """The frozen policy for the KL; created only if algorithm.beta > 0."""
+    """The frozen policy for the KL; created only if algorithm.beta > 0. With learner.lora and without a path, it is the
+    learner without its adapters, and the other keys are not read."""
 
     num_ranks: PositiveInt = 1
     path: str | None = None  # None: model.path
@@ -803,12 +804,12 @@ class Config(Section, key=""):
     @property
     def uses_reference(self) -> bool:
         """Whether a reference model is created at all."""
-        return self.algorithm.beta > 0
+        return self.algorithm.beta > 0 and not self.base_is_reference
 
     @property
-    def reference_in_4_bits(self) -> bool:
-        """Whether the reference is the policy's own base, which is kept in four bits."""
-        return bool(self.learner.lora and self.learner.lora.load_in_4bit) and self.reference.path is None
+    def base_is_reference(self) -> bool:
+        """Whether the reference is the policy without its adapters, which the learner holds already."""
+        return self.algorithm.beta > 0 and self.learner.lora is not None and self.reference.path is None
 
     @property
     def uses_critic(self) -> bool:

@@ -64,15 +64,18 @@ class Driver(Run[Config]):
         return sampled.scores.rewards
 
     def score(self, batch: TrainBatch) -> TrainBatch:
-        """Adds the policy's log-probabilities and the critic's values before the update, computed concurrently."""
+        """Adds the policy's log-probabilities and the critic's values before the update, computed concurrently; and the
+        reference's, if it is the policy without its adapters."""
         roles = self.roles
         roles.rollouts.sleep()
         old_logprobs = roles.learner.score(batch) if self.algorithm.needs_old_logprobs else None
         values = roles.critic.score(batch) if roles.critic else None
+        ref_logprobs = roles.learner.score_reference(batch) if self.config.base_is_reference else None
         return batch.with_(
             compared=compared_tokens(batch, self.step),
             old_logprobs=old_logprobs.result() if old_logprobs else None,
             values=values.result() if values else None,
+            ref_logprobs=ref_logprobs.result() if ref_logprobs else batch.ref_logprobs,
         )
 
     def assign_advantages(self, batch: TrainBatch) -> tuple[TrainBatch, Metrics, list[str]]:

@@ -36,9 +36,10 @@ RULES: tuple[tuple[str, Callable[[Config], bool], tuple[str, ...]], ...] = (
     ("algorithm.loss", lambda config: config.algorithm.loss is not None, ("algorithm.loss_kwargs",)),
     (
         "algorithm.beta",
-        lambda config: config.uses_reference,
+        lambda config: config.algorithm.beta > 0,
         ("algorithm.kl_estimator", "algorithm.kl_bias_correction", "reference"),
     ),
+    ("learner.lora.r", lambda config: not config.base_is_reference, ("reference",)),
     ("algorithm.name", lambda config: config.algorithm.facts.kl == "reward", ("algorithm.kl_estimator",)),
     ("algorithm.name", lambda config: config.algorithm.facts.kl == "loss", ("algorithm.kl_bias_correction",)),
     ("algorithm.kl_target", lambda config: config.algorithm.kl_target is not None, ("algorithm.kl_horizon",)),

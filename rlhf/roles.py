@@ -76,6 +76,10 @@ class Trained(Protocol):
 class Learner(Trained, Protocol):
     """The policy."""
 
+    def score_reference(self, batch: TrainBatch) -> Pending[Tensor]:
+        """float32 [N]: log-probabilities without the adapters, of a policy that has any: the reference's."""
+        ...
+
 
 class Critic(Trained, Protocol):
     """The value model."""
@@ -127,7 +131,8 @@ class Rollouts(Protocol):
 
 @dataclass(frozen=True)
 class Roles:
-    """The roles of a run. Reference and critic exist only if the algorithm needs them."""
+    """The roles of a run. Reference and critic exist only if the algorithm needs them; a learner with adapters can be
+    the reference, too."""
 
     learner: Learner
     rollouts: Rollouts

@@ -45,6 +45,10 @@ class Model:
         scores = self._first_score + 0.125 * self.updates + 0.001 * torch.arange(batch.num_completion_tokens)
         return self._answer(scores, "has scored")
 
+    def score_reference(self, batch: TrainBatch) -> Done[Tensor]:
+        self._told.append((f"{self._name} scores as the reference",))
+        return self._answer(-0.5 - 0.001 * torch.arange(batch.num_completion_tokens), "has scored as the reference")
+
     def update(self, batch: TrainBatch, step: int) -> Done[dict[str, float]]:
         self.before.get(step, lambda: None)()
         self._told.append((f"{self._name} learns", step, plain(batch)))

@@ -4,6 +4,8 @@ PEFT puts them in place; the weights below stay as they were loaded. Everybody e
 weight with its adapter added, ``W + alpha / r * B A``.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from peft import LoraConfig as PeftConfig
@@ -58,3 +60,20 @@ def _drop_frozen(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
             state.pop(prefix + name, None)
+
+
+@contextmanager
+def without_adapters(model: PackedModel) -> Iterator[None]:
+    """The model as it was loaded, bit for bit, while the body runs.
+
+    PEFT's own switch does more: it says anew which weights are trained.
+    """
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    assert layers, "there are adapters to do without"
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False

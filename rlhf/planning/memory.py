@@ -202,20 +202,12 @@ def _saved_by_4_bits(shape: ModelShape, element_bytes: int) -> float:
 
 
 def frozen_memory(
-    shape: ModelShape,
-    *,
-    tokens: int,
-    chunk: int = 0,
-    lm_head: bool,
-    element_bytes: int = 2,
-    in_4_bits: bool = False,
+    shape: ModelShape, *, tokens: int, chunk: int = 0, lm_head: bool, element_bytes: int = 2
 ) -> RoleMemory:
-    """One replica of a model that only scores; one in 4 bits is dense one layer at a time."""
-    dense = shape.largest_linear_layer * element_bytes if in_4_bits else 0
+    """One replica of a model that only scores."""
     return RoleMemory(
-        weights=shape.parameters(lm_head=lm_head) * element_bytes
-        - (_saved_by_4_bits(shape, element_bytes) if in_4_bits else 0),
-        scoring=forward_bytes(shape, tokens=tokens, chunk=chunk, lm_head=lm_head, element_bytes=element_bytes) + dense,
+        weights=shape.parameters(lm_head=lm_head) * element_bytes,
+        scoring=forward_bytes(shape, tokens=tokens, chunk=chunk, lm_head=lm_head, element_bytes=element_bytes),
     )
 
 

@@ -80,6 +80,7 @@ def predict_step(
         forward = work.forward_s(shape, head_tokens, learner.num_ranks, peaks)
         scores = role == "critic" or algorithm.facts.critic or (algorithm.facts.kl == "reward" and algorithm.beta > 0)
         scoring[role] = forward if scores else 0.0
+        scoring[role] += forward if role == "learner" and config.base_is_reference else 0.0
         checkpointing = plan.checkpointing[role]
         again = checkpointing.layers / checkpointing.num_layers  # of a forward
         between_ranks = RANKS_FACTOR if learner.num_ranks > 1 else 1.0

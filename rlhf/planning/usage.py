@@ -136,7 +136,6 @@ def _reference(config: Config) -> RoleMemory:
         chunk=config.learner.logits_chunk_tokens,
         lm_head=True,
         element_bytes=_element_bytes(config),
-        in_4_bits=config.reference_in_4_bits,
     )
 
 

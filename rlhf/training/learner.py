@@ -20,6 +20,7 @@ from rlhf.algorithms.losses import (
 from rlhf.batch import TrainBatch
 from rlhf.checks.nonfinite import skip_report
 from rlhf.config import AlgorithmConfig
+from rlhf.models.lora import without_adapters
 from rlhf.shares import BatchPlanner, Planner, PolicyPlanner, Share, ValuePlanner
 from rlhf.training.engine import Engine, LossFn, add_stat, is_maximum
 
@@ -131,6 +132,11 @@ class PolicyLearner(BatchLearner):
     def score(self, share: Share) -> Tensor:
         """float32 [n]: log-probabilities under the current weights."""
         return self._score(share, lambda output: output[0])
+
+    def score_reference(self, share: Share) -> Tensor:
+        """float32 [n]: log-probabilities under the weights that the adapters were put on."""
+        with without_adapters(self.engine.model):
+            return self.score(share)
 
     def score_with_entropy(self, share: Share) -> Tensor:
         """float32 [n, 2]: log-probabilities and entropies under the current weights."""

@@ -55,7 +55,8 @@ def policy_run(run_dir: Path, *overrides: str, recipe: str = "ppo_tiny", **parts
     prompts = PromptSet(
         "test", [f"p{i}" for i in range(NUM_PROMPTS)], ids, None, {}, PromptReport(NUM_PROMPTS, 0, 0, 1)
     )
-    pool, judge, reference = Pool(learner, told, logprobs=config.needs_rollout_logprobs), Judge(told), Reference(told)
+    pool, judge = Pool(learner, told, logprobs=config.needs_rollout_logprobs), Judge(told)
+    reference = Reference(told) if config.uses_reference else None
     tracker = tracker_of(config, run_dir, config.num_steps)
     stream = PromptStream(prompts, shuffle=True, seed=config.seed)
     arguments: dict[str, Any] = {
@@ -165,6 +166,16 @@ def test_without_a_critic_the_policy_learns_at_once_what_the_reference_scored(tm
     assert (step, learnt["tokens"]) == (0, referred[0] + referred[1])
     assert learnt["ref_logprobs"] == [-1.5] * 8
     assert not {"values", "returns", "old_logprobs"} & learnt.keys()
+
+
+def test_a_policy_with_adapters_is_asked_for_the_references_log_probabilities(tmp_path: Path) -> None:
+    loop, told = policy_run(tmp_path, "num_steps=1", "algorithm.group_size=2", recipe="grpo_lora_tiny")
+    loop.run()
+    done = [event[0] for event in told]
+    assert "referred" not in done and done.count("policy has scored as the reference") == 1
+    assert done.index("sleeps") < done.index("policy scores as the reference"), "the learner has its memory then"
+    ((_, _, learnt),) = [event for event in told if event[0] == "policy learns"]
+    assert learnt["ref_logprobs"] == pytest.approx([-0.5 - 0.001 * i for i in range(8)])
 
 
 def test_steps_are_recorded_with_their_own_numbers(tmp_path: Path) -> None:

@@ -9,12 +9,15 @@ from torch import nn
 
 from rlhf.config import LearnerConfig, LoraConfig
 from rlhf.errors import ConfigError
+from rlhf.ignored import ignored_settings
 from rlhf.models.inputs import packed_inputs
 from rlhf.models.loading import load_policy, load_scalar
-from rlhf.models.lora import add_adapters
+from rlhf.models.lora import add_adapters, without_adapters
 from rlhf.models.packed import PolicyModel
 from rlhf.models.probe import probe_batch
 from rlhf.planning.fit import open_stages, safe_stage
+from rlhf.planning.topology import plan_topology
+from rlhf.recipes import load_config
 from rlhf.training.weights import named_weights
 from tests.ranks import Ranks
 
@@ -87,6 +90,37 @@ def test_what_is_published_scores_as_the_learner_does(tiny_model_dir: Path) -> N
     for share_prompts in (False, True):
         inputs = packed_inputs(batch, CPU, share_prompts=share_prompts)
         torch.testing.assert_close(model(inputs)[0], plain(inputs)[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("layers", [0, 2])
+def test_without_its_adapters_a_policy_is_the_base_bit_for_bit_and_has_them_again_after(
+    tiny_model_dir: Path, layers: int
+) -> None:
+    plain, model = policy(tiny_model_dir), adapted(tiny_model_dir, "all-linear")
+    model.checkpoint_layers(layers)
+    inputs = packed_inputs(probe_batch(plain.lm.config), CPU, share_prompts=True)
+    learning = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    with torch.no_grad():
+        before = model(inputs)[0]
+        with pytest.raises(KeyError), without_adapters(model):
+            assert torch.equal(model(inputs)[0], plain(inputs)[0]) and not torch.equal(before, plain(inputs)[0])
+            raise KeyError  # whatever goes wrong meanwhile
+        assert torch.equal(model(inputs)[0], before)
+    assert learning == [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def test_a_policy_with_adapters_is_its_own_reference_unless_another_is_named() -> None:
+    recipe = Path(__file__).resolve().parents[2] / "conf" / "grpo_lora_tiny.yaml"
+    own = load_config(recipe, ["algorithm.beta=0.1"])
+    assert own.base_is_reference and not own.uses_reference
+    assert "reference" not in plan_topology(own, "cpu").slots
+    other = load_config(recipe, ["algorithm.beta=0.1", "reference.path=models/other"])
+    assert other.uses_reference and not other.base_is_reference
+    assert "reference" in plan_topology(other, "cpu").slots
+    without = load_config(recipe, ["algorithm.beta=0"])
+    assert not (without.uses_reference or without.base_is_reference)
+    (line,) = [line for line in ignored_settings(load_config(recipe, ["reference.num_ranks=3"])) if "reference" in line]
+    assert line.startswith("learner.lora.r=16 ignores") and "reference.num_ranks=3" in line
 
 
 def test_a_critics_head_is_trained_whole(tiny_model_dir: Path) -> None:

@@ -144,6 +144,11 @@ def test_every_phase_by_hand(tmp_path: Path) -> None:
     assert halves.generate == pytest.approx(GENERATE_S + gpu / 2 + cpu)
 
 
+def test_a_policy_with_adapters_scores_as_the_reference_after_sampling(tmp_path: Path) -> None:
+    step = few(tmp_path, "rollout.num_workers=1", WITH_REFERENCE, "learner.lora={r: 8, alpha: 16}")
+    assert (step.reference, step.score) == (0, pytest.approx(forward_s([(4, 4)] * 4, 12)))
+
+
 def test_each_model_takes_the_time_of_its_own_shape(tmp_path: Path) -> None:
     (other := tmp_path / "other").mkdir()
     (other / "config.json").write_text(json.dumps(QWEN_SHAPES["1.5b"]))
