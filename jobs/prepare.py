@@ -33,6 +33,7 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+CORPUS = ("arithmetic", "phrases", "sort_words")  # tasks; one more would be another tokenizer, and another tiny model
 QWEN_SHAPES = {size: KNOWN_MODELS[f"qwen2.5-{size}"] for size in ("0.5b", "1.5b", "7b")}
 
 Architecture = Literal["llama", "qwen2"]
@@ -194,7 +195,7 @@ def _tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 def _corpus() -> list[str]:
     rng = Random(0)
-    rows = [task().draw(rng) for task in TASKS.values() for _ in range(1000)]
+    rows = [TASKS[name]().draw(rng) for name in CORPUS for _ in range(1000)]
     prompts = [row["prompt"] for row in rows]
     return [prompt if isinstance(prompt, str) else prompt[-1]["content"] for prompt in prompts]
 
