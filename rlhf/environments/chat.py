@@ -44,10 +44,12 @@ class Limits:
 class Chat:
     """A conversation with the model. Call it to get the model's next reply::
 
-    reply = await chat()                # to the prompt
-    reply = await chat("And then?")     # after a user's message
-    chat.reward(0.1)                    # for the last turn
-    chat.notes["guesses"] = 3           # a column for reward functions
+        reply = await chat()                # to the prompt
+        reply = await chat("And then?")     # after a user's message
+        chat.reward(0.1)                    # for the last turn
+        chat.notes["guesses"] = 3           # a column for reward functions
+
+    What makes no sense in a conversation raises ValueError.
     """
 
     def __init__(
