@@ -13,6 +13,7 @@ pytestmark = pytest.mark.ray
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 def test_every_node_is_examined_and_one_that_hangs_is_named(tmp_path: Path) -> None:
     env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     done = subprocess.run(

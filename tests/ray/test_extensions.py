@@ -29,6 +29,7 @@ def reinforce(inputs, *, scale):
 """
 
 
+@pytest.mark.long
 def test_a_run_learns_by_the_user_s_own_estimator_and_loss(ray_session, tiny_config, tmp_path: Path) -> None:
     (tmp_path / "my_estimator.py").write_text(ESTIMATOR)
     (tmp_path / "my_loss.py").write_text(LOSS)

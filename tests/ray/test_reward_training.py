@@ -120,6 +120,7 @@ def test_a_critic_from_a_language_model_starts_at_zero(
     assert (fresh.score(last_token_batch(sequences)).result() == 0).all()
 
 
+@pytest.mark.long
 def test_training_depends_neither_on_budget_nor_ranks(ray_session, tiny_model_dir: Path, tmp_path: Path) -> None:
     # eps this large keeps Adam from magnifying the rounding of near-zero gradients into whole steps
     small = ["data.task_args.num_rows=50", "data.eval_size=20", "batch_pairs=20", "learner.optimizer.eps=1e-3"]

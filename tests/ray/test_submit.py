@@ -198,6 +198,7 @@ def test_job_trains_with_uploaded_code_and_shared_files(head: Head, project: Pat
     assert metrics["loss/advantage"] == 1, "the learner had both functions"
 
 
+@pytest.mark.long
 def test_what_is_relative_is_found_by_actors_that_start_elsewhere(head: Head, project: Path) -> None:
     (project / "my_rewards.py").write_text(REWARD)
     reward = f"reward.functions=[{{path: my_rewards.py:where, kwargs: {{file: {project / 'seen.txt'}}}}}]"

@@ -155,7 +155,7 @@ def scale_from_another_shell(printed: str, environment: dict[str, str]) -> None:
     assert "grpo_tiny: wants 1 default" in done.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM])
 def test_ctrl_c_or_a_scheduler_s_sigterm_finishes_the_step_saves_and_says_how_to_go_on(
     tiny_model_dir: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

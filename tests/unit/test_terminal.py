@@ -30,7 +30,7 @@ run_dir, seen = sys.argv[1], int(sys.argv[2])
 tracker = Tracker(TrackingConfig(tensorboard=False), run_dir, num_steps=300, tokenizer=None)
 checkpoint = SimpleNamespace(grace_s=60)
 loop = SimpleNamespace(
-    step=3, evaluations={}, stop_requested=0, tracker=tracker, config=SimpleNamespace(checkpoint=checkpoint)
+    step=3, evaluations={}, stop_requested=0, tracker=tracker, best=None, config=SimpleNamespace(checkpoint=checkpoint)
 )
 for step in (1, 2, 3):
     with tracker.phase("generate"), tracker.phase("update"):
