@@ -282,6 +282,7 @@ class Cluster(ActorCluster):
             logprobs=config.needs_rollout_logprobs,
             seed=config.seed,
             dtype=config.model.dtype,
+            adapter=config.learner.adapter_apart,
         )
 
     def roles(self) -> Roles:
@@ -329,6 +330,10 @@ class SamplingCluster(Cluster):
         self._start_separate(created)
         self._pool.connect(None, self._make_crew())
         self._pool.publish(0)
+
+    def _worker_spec(self, kind: str) -> WorkerSpec:
+        """Same as the base class, without a learner's adapter."""
+        return replace(super()._worker_spec(kind), adapter=None)
 
     def sampler(self) -> tuple[RolloutPool, RewardGroup]:
         """What an evaluation talks to."""

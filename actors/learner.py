@@ -238,7 +238,12 @@ class LearnerActor(EngineActor):
         )
 
     def _wrap(self, engine: Engine) -> PolicyLearner:
-        self._sender = WeightSender(engine.model, engine.device, self._config.rollout.weight_bucket_mib << 20)
+        self._sender = WeightSender(
+            engine.model,
+            engine.device,
+            self._config.rollout.weight_bucket_mib << 20,
+            adapters_apart=self._config.learner.adapter_apart is not None,
+        )
         return PolicyLearner(
             engine,
             self._config.algorithm,
@@ -269,12 +274,13 @@ class LearnerActor(EngineActor):
         """Same as WeightSender.join."""
         return self._sender.join(route, rendezvous, timeout_s)
 
-    def send_weights(self, timeout_s: float) -> list[int]:
+    def send_weights(self, timeout_s: float, frozen: bool) -> list[int]:
         """Same as WeightSender.send."""
-        return self._sender.send(timeout_s)
+        return self._sender.send(timeout_s, frozen=frozen)
 
-    def store_weights(self) -> list[tuple[StoredBucket, int]]:
-        return self._sender.store()
+    def store_weights(self, frozen: bool) -> list[tuple[StoredBucket, int]]:
+        """Same as WeightSender.store."""
+        return self._sender.store(frozen=frozen)
 
 
 class CriticActor(EngineActor):

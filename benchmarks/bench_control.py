@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from actors.group import ActorGroup, Member
 from actors.proxies import LearnerGroup, Replicas, RewardGroup
-from actors.rollouts.engine import Completion, Request, group_of
+from actors.rollouts.engine import Completion, Ready, Request, group_of
 from actors.rollouts.engine_loop import Report
 from actors.rollouts.factory import Launch
 from actors.rollouts.pool import RolloutPool
@@ -79,7 +79,7 @@ class RolloutWorker(Actor):
 
     def __init__(self, simulation: Simulation, draw: random.Random, tokens: int) -> None:
         super().__init__(
-            simulation, begin_update=1, receive_session=[list(range(BUCKETS))], start="10.0.0.1", abort=None
+            simulation, begin_update=Ready(1), receive_session=[list(range(BUCKETS))], start="10.0.0.1", abort=None
         )
         self._draw, self._tokens, self._version = draw, tokens, -1
         self._running: dict[str, set[str]] = defaultdict(set)  # keys by group

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf.batch import TrainBatch
-from rlhf.config import AlgorithmConfig, LearnerConfig
+from rlhf.config import AlgorithmConfig, LearnerConfig, LoraConfig
 from rlhf.models.loading import load_policy
 from rlhf.packing import batch_spans
 from rlhf.planning.costs import device_peaks, update_flops
@@ -42,6 +42,9 @@ VARIANTS: dict[str, dict[str, Any]] = {  # ZeRO-3, compiled and without checkpoi
     "zero1-float32": {"zero_stage": 1, "float32_gradients": True},
     "zero1-32k": {"zero_stage": 1, "micro_batch_tokens": 32768},
     "zero1-chunk4k": {"zero_stage": 1, "logits_chunk_tokens": 4096},
+    "lora": {"zero_stage": 1, "lora": LoraConfig(r=32, alpha=64)},
+    "qlora": {"zero_stage": 1, "lora": LoraConfig(r=32, alpha=64, load_in_4bit=True)},
+    "lora-checkpointed": {"zero_stage": 1, "lora": LoraConfig(r=32, alpha=64), "checkpointed_layers": 10**6},
 }
 GROUP = 8  # completions per prompt
 

@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from transformers import AutoTokenizer
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from actors.rollouts.engine import Request, WorkerSpec
 from actors.rollouts.engine_loop import EngineLoop
@@ -32,10 +33,12 @@ from actors.rollouts.vllm_engine import VllmEngine
 from actors.rollouts.vllm_settings import worker_env
 from benchmarks.common import Row, device_name, show, write_json
 from rlhf.batch import Prompt
-from rlhf.config import DataConfig, RolloutConfig
+from rlhf.config import DataConfig, LoraConfig, RolloutConfig
 from rlhf.data.prompts import load_prompts
+from rlhf.models.linear_layers import linear_layers
 from rlhf.planning.costs import decode_bytes, device_peaks
 from rlhf.planning.shapes import read_shape
+from rlhf.training.weights import ADAPTER_SIDES, Weight, bucket_size, pack_bucket, publish_layout, walk_buckets
 
 DEADLINE_S = 600.0  # for a start, and for one generation
 TINY = ["sequences=8", "group=4", "prompt_words=4", "completion=8", "repeats=1"]
@@ -54,6 +57,7 @@ class Variant:
     seed_requests: bool = False
     gpu_memory_fraction: float = 0.35  # of all workers together
     workers: int = 1  # engines at once on the same GPU, the sequences divided among them
+    adapter: int = 0  # rank of an adapter on every linear layer; 0: none
     idle_processes: int = 0  # others that hold a context on the GPU but do nothing, like a colocated learner
     repeats: int = 3
     engine_args: dict[str, Any] = field(default_factory=dict)  # passed to vLLM unchanged
@@ -88,7 +92,21 @@ def worker_spec(model: str, variant: Variant, prompt_tokens: int) -> WorkerSpec:
         workers_on_gpu=variant.workers,
         logprobs=variant.logprobs,
         seed=0,
+        adapter=LoraConfig(r=variant.adapter, alpha=2 * variant.adapter) if variant.adapter else None,
     )
+
+
+def random_adapter(model: str, rank: int) -> dict[str, Weight]:
+    """Matrices on every linear layer of a model but its head."""
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    targets = set(linear_layers(model))
+    weights: dict[str, Weight] = {}
+    for name, layer in empty.named_modules():
+        if name.rpartition(".")[2] in targets:
+            for side, shape in zip(ADAPTER_SIDES, ((rank, layer.in_features), (layer.out_features, rank)), strict=True):
+                weights[f"{name}{side}weight"] = Weight(nn.Parameter(0.01 * torch.randn(shape, dtype=torch.bfloat16)))
+    return weights
 
 
 @dataclass(frozen=True)
@@ -106,8 +124,20 @@ class Worker:
     def __init__(self, spec: WorkerSpec) -> None:
         self._loop = EngineLoop(spec, VllmEngine)
         self._loop.start()
+        if spec.adapter:
+            self._give_adapter(random_adapter(spec.model_path, spec.adapter.r))
         # Returns once the engine is up. The weights it loaded are version 0: none are published here.
         self._loop.commit(0)
+
+    def _give_adapter(self, weights: dict[str, Weight]) -> None:
+        layout = publish_layout(weights, 1 << 30)
+        buckets = [
+            (specs, pack_bucket(specs, pieces, torch.empty(bucket_size(specs), dtype=torch.uint8)).numpy())
+            for specs, pieces in walk_buckets(weights, layout)
+        ]
+        self._loop.begin_update()
+        self._loop.call(lambda engine: engine.receive_objects(buckets))
+        self._loop.call(lambda engine: engine.finish_update())
 
     def generate(self, requests: list[Request]) -> "Timing":
         """Samples all requests, with nothing cached."""

@@ -163,7 +163,7 @@ class AlgorithmConfig(Section, key="algorithm"):
     mask_truncated_completions: bool = False
     # train on this fraction of tokens, those with the highest entropy
     top_entropy_quantile: Annotated[float, Bounds(above=0, max=1, interval=True, hint="1 trains on every token")] = 1.0
-    # auto: token_truncate with rollout.max_staleness > 0 or learner.lora, else none
+    # auto: token_truncate with rollout.max_staleness > 0 or learner.lora.publish=merged, else none
     rollout_correction: Literal[
         "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = "auto"
@@ -276,6 +276,10 @@ class OptimizerConfig:
     warmup_steps: NonNegativeInt = 0  # optimiser steps
 
 
+ALL_LINEAR = "all-linear"  # in place of the names of all linear layers but the head
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM makes room
+
+
 @dataclass(frozen=True)
 class LoraConfig:
     """Low-rank adapters on frozen weights (Hu et al. 2021, arXiv 2106.09685), with PEFT's meanings."""
@@ -284,7 +288,10 @@ class LoraConfig:
     alpha: PositiveInt = 32  # the product of the two matrices counts alpha / r times
     dropout: DecayRate = 0.0
     # names of linear layers, such as q_proj; all-linear: every one but the head
-    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
+    # what rollout workers are sent, and sample with. adapter: adapters, beside frozen weights that are sent once;
+    # merged: their sum, rounded to the weights' dtype, which loses small updates but decodes as fast as without any
+    publish: Literal["adapter", "merged"] = "adapter"
     # QLoRA: the frozen weights of all linear layers but the head are rounded to 4 bits (NF4), and it is these that
     # everybody samples from, trains on and compares with
     load_in_4bit: bool = False
@@ -330,6 +337,11 @@ class LearnerConfig(Section, key="learner"):
             self.lora is None or bool(self.lora.target_modules),
             f"{self.KEY}.lora.target_modules is empty, so nothing would be trained; use [all-linear]",
         )
+
+    @property
+    def adapter_apart(self) -> LoraConfig | None:
+        """The adapter that rollout workers sample with beside the weights, if it is not merged into them."""
+        return self.lora if self.lora is not None and self.lora.publish == "adapter" else None
 
     @property
     def can_sum_in_float32(self) -> bool:
@@ -658,13 +670,19 @@ class Config(Section, key=""):
             f"rollout.num_workers={self.rollout.num_workers} must be at least 1: a run starts with default workers",
         )
         if self.algorithm.rollout_correction == "auto":
-            differs = self.rollout.max_staleness > 0 or self.learner.lora is not None  # merged weights are rounded
-            correction = "token_truncate" if differs else "none"
+            merges = self.learner.lora is not None and self.learner.adapter_apart is None  # and rounds the sum
+            correction = "token_truncate" if self.rollout.max_staleness > 0 or merges else "none"
             object.__setattr__(self, "algorithm", replace(self.algorithm, rollout_correction=correction))
         from_environment = self.environment is not None and self.environment.path is not None
         require(
             bool(self.reward.functions) or self.reward.model is not None or from_environment,
             "reward: nothing gives a reward; set reward.functions (e.g. [{path: exact_match}]) or reward.model.path",
+        )
+        adapter = self.learner.adapter_apart
+        require(
+            adapter is None or adapter.r <= ADAPTER_RANKS[-1],
+            f"learner.lora.r={adapter.r if adapter else 0}: vLLM samples with adapters of rank {ADAPTER_RANKS[-1]} at "
+            "most; lower it, or set learner.lora.publish=merged",
         )
         self._check_environment()
         for role in ("learner", "critic", "reference"):

@@ -90,7 +90,7 @@ RULES = (
         "how the policy samples from here on",
         """
         rollout.max_completion_tokens rollout.temperature rollout.top_p rollout.top_k rollout.stop rollout.ignore_eos
-        rollout.eval_temperature rollout.seed_requests rollout.max_staleness
+        rollout.eval_temperature rollout.seed_requests rollout.max_staleness learner.lora.publish
         environment.path environment.tools environment.max_turns environment.max_context_tokens
         environment.step_timeout_s environment.retries environment.on_failure
         """,

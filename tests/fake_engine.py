@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.rollouts.engine import Output, Request, WorkerSpec
+from actors.rollouts.engine import Output, Ready, Request, WorkerSpec
 from rlhf.config import RolloutConfig
 from rlhf.training.weights import TensorSpec
 
@@ -146,15 +146,15 @@ class FakeEngine:
 
     # Weights
 
-    def begin_update(self) -> int:
+    def begin_update(self) -> Ready:
         assert self._paused and "weights" in self._awake, "nowhere to put the weights"
         self.calls.append(("begin_update",))
-        return 1
+        return Ready(1)
 
     def join_weights(self, info: dict[str, Any]) -> None:
         self.calls.append(("join_weights", info))
 
-    def receive_session(self, timeout_s: float) -> list[list[int]]:
+    def receive_session(self, timeout_s: float, *, frozen: bool) -> list[list[int]]:
         return self.receive_objects([])
 
     def receive_objects(self, buckets: Iterable[tuple[tuple[TensorSpec, ...], np.ndarray]]) -> list[list[int]]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from actors.group import Deadline, Member, RankActor
+from actors.rollouts.engine import Ready
 from actors.weights import broadcast
 from actors.weights.channel import Rendezvous, Session, TransferAbortedError
 from actors.weights.load_plan import LoadPlan
@@ -64,8 +65,8 @@ class TinyLearner(RankActor):
     def join_weights(self, *args: Any) -> Any:
         return self.sender.join(*args)
 
-    def send_weights(self, timeout_s: float) -> list[int]:
-        return self.sender.send(timeout_s)
+    def send_weights(self, timeout_s: float, frozen: bool) -> list[int]:
+        return self.sender.send(timeout_s, frozen=frozen)
 
 
 class TinyWorker(RankActor):
@@ -84,8 +85,8 @@ class TinyWorker(RankActor):
         self.misdeed, self.bucket, self.version, self.joined = "", -1, -1, 0
         self.model.load_state_dict(make_model(99).state_dict())
 
-    def begin_update(self) -> int:
-        return 1
+    def begin_update(self) -> Ready:
+        return Ready(1)
 
     def join_weights(self, info: dict[str, Any]) -> None:
         self.joined += 1
@@ -112,7 +113,7 @@ class TinyWorker(RankActor):
         for name, tensor in weights:
             self.model[name].copy_(tensor)  # type: ignore[index]
 
-    def receive_session(self, timeout_s: float) -> list[list[int]]:
+    def receive_session(self, timeout_s: float, frozen: bool) -> list[list[int]]:
         self.session.renew(timeout_s)
         try:
             return [self.take_all()]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from actors.group import RankActor
-from actors.rollouts.engine import MakeEngine, Request, WorkerSpec
+from actors.rollouts.engine import MakeEngine, Ready, Request, WorkerSpec
 from actors.rollouts.engine_loop import EngineLoop, Report
 from actors.weights.object_store import StoredBucket
 from actors.weights.routes import ObjectStore
@@ -39,8 +39,8 @@ class RolloutActor(RankActor):
 
     # Weights: begin, join (when the receivers change), receive, finish, commit.
 
-    def begin_update(self) -> int:
-        """Stops serving the old version, or an update that broke off; returns the number of engine processes."""
+    def begin_update(self) -> Ready:
+        """Stops serving the old version, or an update that broke off."""
         return self._loop.begin_update()
 
     def join_weights(self, info: dict[str, Any]) -> None:
@@ -48,12 +48,12 @@ class RolloutActor(RankActor):
         TransferAbortedError."""
         self._loop.call(lambda engine: engine.join_weights(info))
 
-    def receive_session(self, timeout_s: float) -> list[list[int]]:
+    def receive_session(self, timeout_s: float, frozen: bool) -> list[list[int]]:
         """Loads what the session's sender sends; returns every engine process's checksums of the buckets, in order.
 
-        Raises TransferAbortedError.
+        ``frozen``: weights that never change are among it. Raises TransferAbortedError.
         """
-        return self._loop.call(lambda engine: engine.receive_session(timeout_s))
+        return self._loop.call(lambda engine: engine.receive_session(timeout_s, frozen=frozen))
 
     def receive_objects(self, buckets: Sequence[StoredBucket], timeout_s: float) -> list[list[int]]:
         """Loads buckets from the object store, one after another; returns checksums as ``receive_session`` does."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from rlhf.config import RolloutConfig
+from rlhf.config import LoraConfig, RolloutConfig
 from rlhf.planning.topology import Device
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class WorkerSpec:
     logprobs: bool
     seed: int
     dtype: str = "auto"
+    adapter: LoraConfig | None = None  # that requests are sampled with, beside the weights
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,14 @@ class Completion(Output):
     versions: np.ndarray
 
 
+@dataclass(frozen=True)
+class Ready:
+    """An engine that waits for weights."""
+
+    processes: int  # each of which receives
+    has_frozen: bool = False  # it holds those weights that never change, as they were sent before
+
+
 class Engine(Protocol):
     """Samples requests step by step. All calls come from one thread.
 
@@ -118,16 +127,17 @@ class Engine(Protocol):
 
     # Weights, while paused. Checksums come back per engine process, one for each bucket in order.
 
-    def begin_update(self) -> int:
-        """Prepares for new weights, even if the last update broke off; returns the number of engine processes."""
+    def begin_update(self) -> Ready:
+        """Prepares for new weights, even if the last update broke off."""
         ...
 
     def join_weights(self, info: dict[str, Any]) -> None:
         """Joins a weight session with the learner. Raises TransferAbortedError."""
         ...
 
-    def receive_session(self, timeout_s: float) -> list[list[int]]:
-        """Loads what the session's sender sends. Raises TransferAbortedError."""
+    def receive_session(self, timeout_s: float, *, frozen: bool) -> list[list[int]]:
+        """Loads what the session's sender sends: with ``frozen`` all weights, else those that change. Raises
+        TransferAbortedError."""
         ...
 
     def receive_objects(self, buckets: Iterable[tuple[tuple["TensorSpec", ...], np.ndarray]]) -> list[list[int]]:

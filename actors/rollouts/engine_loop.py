@@ -18,7 +18,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from actors.rollouts.engine import Completion, Engine, MakeEngine, Output, Request, WorkerSpec, group_of
+from actors.rollouts.engine import Completion, Engine, MakeEngine, Output, Ready, Request, WorkerSpec, group_of
 
 IDLE_WAIT_S = 0.1  # how long an idle loop waits for a call before it starts another round
 COUNT_EVERY_S = 1.0  # how often the loop counts the tokens of unfinished completions
@@ -103,11 +103,8 @@ class EngineLoop(threading.Thread):
         self._engine.abort(keys)
 
     @between_steps
-    def begin_update(self) -> int:
-        """Pauses sampling and prepares for new weights, even if the last update broke off.
-
-        Returns the number of engine processes.
-        """
+    def begin_update(self) -> Ready:
+        """Pauses sampling and prepares for new weights, even if the last update broke off."""
         if not self._paused:
             self._emit(self._engine.pause())
             self._paused = True

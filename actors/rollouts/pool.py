@@ -75,6 +75,7 @@ class RolloutPool:
         self._shares_gpus, self._asleep = shares_gpus, False
         self._may_start = True  # False while the learner holds the memory that a new worker needs, or is about to
         self._transport: Transport | None = None
+        self._sent_bytes = 0  # of one copy, in the last publish
         self._environments: Crew | None = None
         self._groups: dict[int, GroupInProgress | Turn] = {}
         self._finished: dict[int, list[Rollout]] = {}
@@ -264,6 +265,7 @@ class RolloutPool:
         return metrics | {
             "weight_sync/publish_s": time.monotonic() - started,
             "weight_sync/version": float(version),
+            "weight_sync/sent_mib": self._sent_bytes / 2**20,
         }
 
     def sleep(self) -> None:
@@ -311,6 +313,7 @@ class RolloutPool:
             as_loaded = ActorGroup(members).call("commit", version, deadline=deadline, doing="committing weights")
             return as_loaded.gather()[1]
         result = publish(version, self._transport, members, deadline)
+        self._sent_bytes = result.num_bytes
         if result.broken:
             self._note(f"rollout pool: a publish was repeated: {result.broken}")
         return result.failed

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from actors.rollouts.engine import Output, Request, WorkerSpec, request_seed
+from actors.rollouts.engine import Output, Ready, Request, WorkerSpec, request_seed
 from actors.rollouts.vllm_errors import ErrorOutput
 from actors.rollouts.vllm_settings import engine_args
 from actors.weights.channel import TransferAbortedError
+from rlhf.config import LoraConfig
 from rlhf.errors import RlhfError, UnwrittenWeightsError
 from rlhf.paths import check_model_directory
 from rlhf.training.weights import TensorSpec, to_plain
@@ -29,7 +30,7 @@ class VllmEngine:
 
         import actors.weights.vllm_receiver  # noqa: F401  (registers the weight-transfer engine)
 
-        self._spec = spec
+        self._spec, self._adapter = spec, adapter_request() if spec.adapter else None
         output = ErrorOutput()
         try:
             self.llm: Any = LLMEngine.from_engine_args(EngineArgs(**engine_args(spec)))
@@ -44,7 +45,7 @@ class VllmEngine:
         """The salt keeps the request from the prefix cache of older weights, which outlives a change of weights."""
         salt = version if request.cached_since is None else request.cached_since
         prompt = {"prompt_token_ids": request.token_ids, "cache_salt": f"v{salt}"}
-        self.llm.add_request(request.key, prompt, self._sampling_params(request))
+        self.llm.add_request(request.key, prompt, self._sampling_params(request), lora_request=self._adapter)
 
     def abort(self, keys: Sequence[str]) -> None:
         self.llm.abort_request(list(keys))
@@ -107,14 +108,15 @@ class VllmEngine:
 
     # Weights: the other end is actors/weights/vllm_receiver.py, in each of vLLM's worker processes.
 
-    def begin_update(self) -> int:
-        return len(self._rpc("begin_weight_update"))
+    def begin_update(self) -> Ready:
+        have_frozen = self._rpc("begin_weight_update")
+        return Ready(len(have_frozen), all(have_frozen))
 
     def join_weights(self, info: dict[str, Any]) -> None:
         _raise_if_aborted(self._rpc("join_session", info))
 
-    def receive_session(self, timeout_s: float) -> list[list[int]]:
-        received = self._rpc("receive_session", timeout_s)
+    def receive_session(self, timeout_s: float, *, frozen: bool) -> list[list[int]]:
+        received = self._rpc("receive_session", timeout_s, frozen)
         _raise_if_aborted([why for _, why in received])
         return [sums for sums, _ in received]
 
@@ -130,6 +132,16 @@ class VllmEngine:
                 f"vLLM's model unwritten ({', '.join(unwritten[:3])}), which the learner does not have; use a model of "
                 "another family (docs/models.md)"
             )
+        if self._spec.adapter:
+            self._install_adapter(self._spec.adapter)
+
+    def _install_adapter(self, config: LoraConfig) -> None:
+        if homeless := self._rpc("install_adapter", config.alpha)[0]:
+            raise UnwrittenWeightsError(
+                f"learner.lora.target_modules={config.target_modules}: vLLM has no place for the adapter of "
+                f"{len(homeless)} layer(s) of {self._spec.model_path} ({', '.join(homeless[:3])}); leave them out, or "
+                "set learner.lora.publish=merged"
+            )
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Each worker process's answer."""
@@ -139,6 +151,7 @@ class VllmEngine:
     # follows every wake-up, so a copy of the old ones would be wasted.
 
     def sleep(self) -> None:
+        self._rpc("lose_weights")
         self.llm.sleep(level=2)
 
     def wake_weights(self) -> None:
@@ -157,6 +170,15 @@ class VllmEngine:
 
     def peak_gpu_bytes(self) -> int:
         return max(self._rpc("peak_gpu_memory_bytes")) if self._spec.device == "gpu" else 0
+
+
+def adapter_request() -> Any:
+    """What has vLLM sample with the adapter that ``install_adapter`` keeps in memory; nothing opens its path."""
+    from vllm.lora.request import LoRARequest
+
+    from actors.weights.vllm_adapter import ADAPTER_ID
+
+    return LoRARequest("policy", ADAPTER_ID, "in memory")
 
 
 def _raise_if_aborted(reasons: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from actors.rollouts.engine import WorkerSpec
+from rlhf.config import ADAPTER_RANKS, ALL_LINEAR, LoraConfig
 from rlhf.errors import ConfigError
 from rlhf.planning.memory import rollout_memory
 from rlhf.planning.shapes import read_shape
@@ -41,6 +42,8 @@ def engine_args(spec: WorkerSpec) -> dict[str, Any]:
     }
     if not config.stop:
         args["scheduler_cls"] = SCHEDULER
+    if spec.adapter:
+        args |= adapter_args(spec.adapter, spec)
     if spec.device == "cpu":
         args |= {
             "dtype": "float32",
@@ -63,6 +66,22 @@ def engine_args(spec: WorkerSpec) -> dict[str, Any]:
     return args | config.engine_args
 
 
+def adapter_args(adapter: LoraConfig, spec: WorkerSpec) -> dict[str, Any]:
+    """vLLM's arguments for the one adapter that every request is sampled with."""
+    from rlhf.models.linear_layers import linear_layers
+
+    targets = adapter.target_modules
+    if ALL_LINEAR in targets:  # vLLM's own default would give the embedding and the head adapters too, and compute them
+        targets = linear_layers(spec.model_path, trust_remote_code=spec.trust_remote_code)
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": next(rank for rank in ADAPTER_RANKS if rank >= adapter.r),
+        "lora_target_modules": targets,
+        "compilation_config": {"cudagraph_specialize_lora": False},  # no request comes without it
+    }
+
+
 def kv_cache_bytes(spec: WorkerSpec) -> int | None:
     """The KV cache size of an engine on a shared GPU; None leaves it to vLLM, which takes all it may.
 
@@ -79,6 +98,7 @@ def kv_cache_bytes(spec: WorkerSpec) -> int | None:
             tensor_parallel_size=config.tensor_parallel_size,
             element_bytes=4 if spec.dtype == "float32" else 2,
             cache_tokens=config.max_num_seqs * spec.max_model_tokens,
+            adapter=spec.adapter,
         ).kv_cache
     if cache_bytes > 0:
         return int(cache_bytes)

@@ -3,7 +3,7 @@
 begin (workers stop sampling) -> transfer (they report checksums) -> compare -> finish -> commit (they sample again).
 Only a worker that reports the learner's own checksums is committed. One that fails is reported and left behind; if
 others waited for it, their transfer is aborted and repeated without it. One that breaks through nobody's fault is
-repeated once.
+repeated once. Weights that never change, beside which adapters learn, are sent while a worker lacks them.
 """
 
 import time
@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from actors.group import ActorGroup, Deadline, Member
+from actors.rollouts.engine import Ready
 from actors.weights.transports import BrokenTransferError, Transport
 from rlhf.errors import RlhfError, RoleLostError, WeightSyncError
 
@@ -24,7 +25,7 @@ class PublishResult:
     committed: tuple[Member, ...]
     failed: dict[Member, RlhfError]
     checksums: list[int]  # the learner's, of every bucket
-    num_bytes: int  # of one copy of the weights, with padding
+    num_bytes: int  # of one copy of the weights that were sent, with padding
     seconds: dict[str, float]  # begin, join, transfer, finish
     broken: str = ""  # why an attempt had to be repeated with the same members
 
@@ -64,11 +65,11 @@ class Publication:
     join_s: float = 0.0
     broken: str = ""
 
-    def begin(self, members: Iterable[Member]) -> dict[Member, int]:
-        """Stops the members; returns how many engine processes each has."""
+    def begin(self, members: Iterable[Member]) -> dict[Member, Ready]:
+        """Stops the members; returns what each waits with."""
         return self._ask(members, "begin_update", doing="preparing for new weights")
 
-    def transfer(self, transport: Transport, waiting: dict[Member, int]) -> None:
+    def transfer(self, transport: Transport, waiting: dict[Member, Ready]) -> None:
         """Moves the weights until each member either has them, verified, or failed."""
         while waiting:
             try:

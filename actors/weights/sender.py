@@ -10,7 +10,19 @@ from actors.weights.channel import NUM_SLOTS, Rendezvous, Ring, Sender, Session,
 from actors.weights.object_store import StoredBucket
 from actors.weights.routes import ObjectStore, session_route
 from rlhf.models.packed import PackedModel
-from rlhf.training.weights import Layout, TensorSpec, bucket_layout, bucket_size, checksum, pack_bucket, walk_buckets
+from rlhf.training.weights import (
+    Layout,
+    TensorSpec,
+    Weight,
+    bucket_size,
+    checksum,
+    first_adapter_bucket,
+    named_weights,
+    pack_bucket,
+    publish_layout,
+    walk_buckets,
+    weights_apart,
+)
 
 
 class WeightSender:
@@ -19,13 +31,21 @@ class WeightSender:
     A route's ring, NUM_SLOTS buckets of device memory, is allocated when it is first joined, and kept.
     """
 
-    def __init__(self, model: PackedModel, device: torch.device, bucket_bytes: int) -> None:
+    def __init__(
+        self, model: PackedModel, device: torch.device, bucket_bytes: int, *, adapters_apart: bool = False
+    ) -> None:
+        """``adapters_apart``: adapters are sent as they are, after the weights that they belong to; else each weight
+        is sent with its adapter added."""
         self._model, self._device, self._rank = model, device, dist.get_rank()
-        self.layout: Layout = bucket_layout(model, bucket_bytes)
+        self._apart = adapters_apart
+        self.layout: Layout = publish_layout(self._weights(), bucket_bytes)
         self._store: dist.TCPStore | None = None
         self._rings: dict[str, Ring | None] = {}  # by route
         self._session: Session | None = None
         self._sender: Sender | None = None  # for the session
+
+    def _weights(self) -> dict[str, Weight]:
+        return weights_apart(self._model) if self._apart else named_weights(self._model)
 
     def host_rendezvous(self, address: str, timeout_s: float) -> int:
         """Opens the store in which all sessions meet; returns its port (rank 0)."""
@@ -47,24 +67,29 @@ class WeightSender:
         self._sender = session_route(route).sender(self._session, ring)
         return dict(ring.handles)
 
-    def send(self, timeout_s: float) -> list[int]:
-        """Sends every bucket to the current session; returns their checksums (rank 0; empty elsewhere).
+    def send(self, timeout_s: float, *, frozen: bool) -> list[int]:
+        """Sends the buckets to the current session; returns their checksums (rank 0; empty elsewhere).
 
-        Raises TransferAbortedError, but only after the last gather.
+        ``frozen``: also those of weights that never change, which are there if adapters are apart. Raises
+        TransferAbortedError, but only after the last gather.
         """
         assert self._session is not None, "join comes before send"
         self._session.renew(timeout_s)
-        return self._send_all(self._sender)
+        return self._send_all(self._part(frozen), self._sender)
 
-    def store(self) -> list[tuple[StoredBucket, int]]:
-        """Stores every bucket; returns each with its checksum (rank 0; empty elsewhere). For models on CPU."""
-        sender = ObjectStore().sender() if self._rank == 0 else None
-        sums = self._send_all(sender)
-        return list(zip(zip(self.layout, sender.references, strict=True), sums, strict=True)) if sender else []
+    def store(self, *, frozen: bool) -> list[tuple[StoredBucket, int]]:
+        """Stores the buckets (see ``send``); returns each with its checksum (rank 0; empty elsewhere). For models on
+        CPU."""
+        sender, part = ObjectStore().sender() if self._rank == 0 else None, self._part(frozen)
+        sums = self._send_all(part, sender)
+        return list(zip(zip(part, sender.references, strict=True), sums, strict=True)) if sender else []
 
-    def _send_all(self, sender: Sender | None) -> list[int]:
+    def _part(self, frozen: bool) -> Layout:
+        return self.layout if frozen else self.layout[first_adapter_bucket(self.layout) :]
+
+    def _send_all(self, layout: Layout, sender: Sender | None) -> list[int]:
         """Returns checksums as ``send`` does. A rank without a sender only takes part in the gathers."""
-        buckets = walk_buckets(self._model, self.layout)
+        buckets = walk_buckets(self._weights(), layout)
         try:
             return self._pack_and_send(buckets, sender) if sender is not None else []
         except TransferAbortedError:

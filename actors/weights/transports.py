@@ -14,10 +14,11 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from actors.group import ActorGroup, Call, Deadline, Member
+from actors.rollouts.engine import Ready
 from actors.weights.channel import Rendezvous, TransferAbortedError
 from actors.weights.routes import ROUTES, SessionRoute, session_route
 from rlhf.errors import DeadlineError, RlhfError, RoleLostError, WeightSyncError, one_line
-from rlhf.training.weights import Layout, bucket_size, to_plain
+from rlhf.training.weights import Layout, bucket_size, first_adapter_bucket, to_plain
 
 GRACE_S = 10.0  # after an abort, a process that does not answer for this long counts as hung
 
@@ -40,12 +41,16 @@ class BrokenTransferError(WeightSyncError):
 class Transport(Protocol):
     """Moves the learner's weights to workers."""
 
-    def transfer(self, members: Mapping[Member, int], deadline: Deadline) -> Transfer:
-        """One attempt to reach the members, given with their numbers of processes.
+    def transfer(self, members: Mapping[Member, Ready], deadline: Deadline) -> Transfer:
+        """One attempt to reach the members. If one lacks the weights that never change, all are sent to all.
 
         Raises what the learner raises, and BrokenTransferError.
         """
         ...
+
+
+def _lack_frozen(members: Mapping[Member, Ready]) -> bool:
+    return not all(ready.has_frozen for ready in members.values())
 
 
 def make_transport(learner: ActorGroup, route: str) -> Transport:
@@ -60,8 +65,9 @@ class ObjectStoreTransport:
     def __init__(self, learner: ActorGroup) -> None:
         self._learner = learner
 
-    def transfer(self, members: Mapping[Member, int], deadline: Deadline) -> Transfer:
-        stored = self._learner.call("store_weights", deadline=deadline, doing="gathering weights").result()[0]
+    def transfer(self, members: Mapping[Member, Ready], deadline: Deadline) -> Transfer:
+        frozen = _lack_frozen(members)
+        stored = self._learner.call("store_weights", frozen, deadline=deadline, doing="gathering weights").result()[0]
         buckets = [bucket for bucket, _ in stored]
         receiving = ActorGroup(list(members)).call(
             "receive_objects", buckets, deadline.left_s, deadline=deadline.half(), doing="receiving weights"
@@ -81,22 +87,24 @@ class SessionTransport:
         self._layout: Layout = []
         self._store: dist.TCPStore | None = None
 
-    def transfer(self, members: Mapping[Member, int], deadline: Deadline) -> Transfer:
+    def transfer(self, members: Mapping[Member, Ready], deadline: Deadline) -> Transfer:
         self._connect(deadline)
         started = time.monotonic()
-        failed = self._join(members, deadline) if self._members != dict(members) else {}
+        processes = {member: ready.processes for member, ready in members.items()}
+        failed = self._join(processes, deadline) if self._members != processes else {}
         join_s = time.monotonic() - started
         if failed:
             return Transfer([], {}, failed, 0, join_s)
-        half = deadline.half()
-        sending = self._learner.call("send_weights", deadline.left_s, deadline=half, doing="moving weights")
+        half, frozen = deadline.half(), _lack_frozen(members)
+        sending = self._learner.call("send_weights", deadline.left_s, frozen, deadline=half, doing="moving weights")
         moving = sending | ActorGroup(list(members)).call(
-            "receive_session", deadline.left_s, deadline=half, doing="moving weights"
+            "receive_session", deadline.left_s, frozen, deadline=half, doing="moving weights"
         )
         failed = self._settle(moving, deadline)
         root = self._learner.members[0]
         received = {m: moving.answers[m] for m in members if m in moving.answers and root in moving.answers}
-        num_bytes = sum(bucket_size(specs) for specs in self._layout)
+        sent = self._layout if frozen else self._layout[first_adapter_bucket(self._layout) :]
+        num_bytes = sum(bucket_size(specs) for specs in sent)
         return Transfer(moving.answers.get(root, []), received, failed, num_bytes, join_s)
 
     def _connect(self, deadline: Deadline) -> None:

@@ -23,13 +23,16 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from actors.weights.channel import Receiver, Rendezvous, Session, TransferAbortedError
 from actors.weights.load_plan import Copies, LoadPlan, UnplannableError, keeps_weights_as_loaded
 from actors.weights.routes import session_route
+from actors.weights.vllm_adapter import install, without_wrappers
 from rlhf.training.weights import (
     Layout,
     PlainLayout,
     TensorSpec,
     bucket_size,
     checksum,
+    first_adapter_bucket,
     from_plain,
+    is_of_adapter,
     view_bucket,
 )
 
@@ -43,6 +46,7 @@ class BucketReceiver(WeightTransferEngine[WeightTransferInitInfo, WeightTransfer
     update_info_cls = WeightTransferUpdateInfo
 
     unwritten: list[str]  # modules that the last update did not write, or not completely
+    has_frozen = False  # the weights that never change are in place
     _session: Session | None = None
     _receiver: Receiver | None = None
     _layout: Layout | None = None
@@ -50,6 +54,7 @@ class BucketReceiver(WeightTransferEngine[WeightTransferInitInfo, WeightTransfer
     _copies: dict[int, Copies]  # of this session, by bucket
     _reloading = False  # vLLM's layer-wise reload is in progress
     _partial: Tensor  # a tensor whose rows have not all arrived
+    _matrices: dict[str, Tensor]  # of the adapter that has arrived
 
     def join(
         self,
@@ -80,31 +85,33 @@ class BucketReceiver(WeightTransferEngine[WeightTransferInitInfo, WeightTransfer
 
     def _make_plan(self, layout: Layout) -> LoadPlan | None:
         """How to copy into the live model, or None where weights must go through vLLM's loader."""
-        if self.device.type != "cuda" or not keeps_weights_as_loaded(self.model):
-            return None
-        try:
-            return LoadPlan(self.model, self.model.load_weights, layout)
-        except UnplannableError:
-            return None
+        with without_wrappers(self.model):
+            if self.device.type != "cuda" or not keeps_weights_as_loaded(self.model):
+                return None
+            try:
+                return LoadPlan(self.model, self.model.load_weights, layout[: first_adapter_bucket(layout) or None])
+            except UnplannableError:
+                return None
 
     @property
     def loads_in_place(self) -> bool:
         return self._plan is not None
 
     def start_weight_update(self) -> None:
+        self._matrices = {}
         if self._reloading:  # the last update broke off: this reassembles its layers, whatever they hold
-            finalize_layerwise_reload(self.model, self.model_config)
-            self._reloading = False
+            self._finish_reload()
 
-    def receive_session(self, timeout_s: float) -> list[int]:
+    def receive_session(self, timeout_s: float, *, frozen: bool) -> list[int]:
         """Loads what the session's sender sends; returns the buckets' checksums. Raises TransferAbortedError."""
         assert self._session is not None and self._receiver is not None and self._layout is not None
         self._session.renew(timeout_s)
-        buckets = self._receiver.buckets([bucket_size(specs) for specs in self._layout])
+        layout = self._layout if frozen else self._layout[first_adapter_bucket(self._layout) :]
+        buckets = self._receiver.buckets([bucket_size(specs) for specs in layout])
         if self._plan is None:  # vLLM's loader keeps references, but slots are reused
             buckets = (bucket.clone() for bucket in buckets)
         try:
-            return self._load(self._layout, buckets)
+            return self._load(layout, buckets)
         except TransferAbortedError:
             self.shutdown()  # at once: a broadcast from a dead process holds the device
             raise
@@ -121,6 +128,10 @@ class BucketReceiver(WeightTransferEngine[WeightTransferInitInfo, WeightTransfer
         # buckets first in zip: asking for the next one signals to the sender that the last is emptied
         for index, (bucket, specs) in enumerate(zip(buckets, layout, strict=True)):
             sums.append(checksum(bucket))
+            if is_of_adapter(specs[0].name):
+                self._matrices |= {name: matrix.clone() for name, matrix in self._whole_tensors(specs, bucket)}
+                continue
+            self.has_frozen = False  # until all have arrived
             if self._plan is None:
                 self._reload(specs, bucket)
                 continue
@@ -131,11 +142,18 @@ class BucketReceiver(WeightTransferEngine[WeightTransferInitInfo, WeightTransfer
         return torch.stack(sums).tolist()
 
     def _reload(self, specs: Sequence[TensorSpec], bucket: Tensor) -> None:
-        if not self._reloading:
-            self._elements = parameter_elements(self.model)
-            initialize_layerwise_reload(self.model)
-            self._reloading = True
-        self.model.load_weights(self._whole_tensors(specs, bucket))
+        with without_wrappers(self.model):
+            if not self._reloading:
+                self._elements = parameter_elements(self.model)
+                initialize_layerwise_reload(self.model)
+                self._reloading = True
+            self.model.load_weights(self._whole_tensors(specs, bucket))
+
+    def _finish_reload(self) -> None:
+        with without_wrappers(self.model):
+            self.unwritten = unwritten_modules(self.model, self._elements)
+            finalize_layerwise_reload(self.model, self.model_config)
+            self._reloading = False
 
     def _whole_tensors(self, specs: Sequence[TensorSpec], bucket: Tensor) -> Iterator[tuple[str, Tensor]]:
         for spec in specs:
@@ -152,13 +170,23 @@ class BucketReceiver(WeightTransferEngine[WeightTransferInitInfo, WeightTransfer
 
     def finish_weight_update(self) -> None:
         self.unwritten = []
+        self.has_frozen = True
         if not self._reloading:
             return  # a LoadPlan writes every element
-        self.unwritten = unwritten_modules(self.model, self._elements)
-        finalize_layerwise_reload(self.model, self.model_config)
-        self._reloading = False
+        self._finish_reload()
         if self.device.type == "cpu":
             repack_tied_heads(self.model)
+
+    def install_adapter(self, alpha: int) -> list[str]:
+        """Samples with the adapter that has arrived; returns what vLLM has no place for: see vllm_adapter.install."""
+        matrices, self._matrices = self._matrices, {}
+        return install(self.model, matrices, alpha=alpha)
+
+    def lose_weights(self) -> None:
+        """All are about to be lost."""
+        self.has_frozen = False
+        if hasattr(self.model, "lora_manager"):
+            self.model.lora_manager.remove_all_adapters()
 
     @torch.no_grad()
     def read_back(self) -> list[int]:
@@ -168,7 +196,7 @@ class BucketReceiver(WeightTransferEngine[WeightTransferInitInfo, WeightTransfer
         """
         assert self._plan is not None and self._layout is not None and self.parallel_config.world_size == 1
         sums = []
-        for specs in self._layout:
+        for specs in self._layout[: first_adapter_bucket(self._layout) or None]:
             bucket = torch.zeros(bucket_size(specs), dtype=torch.uint8, device=self.device)
             for target, source in self._plan.copies(specs, bucket):
                 source.copy_(target)
@@ -233,10 +261,12 @@ class WorkerExtension:
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved()
 
-    def begin_weight_update(self) -> None:
-        """vLLM's ``start_weight_update``, made to work after an update that broke off."""
+    def begin_weight_update(self) -> bool:
+        """vLLM's ``start_weight_update``, made to work after an update that broke off; returns whether the weights
+        that never change are in place."""
         self._weight_update_active = False
         self.start_weight_update()  # type: ignore[attr-defined]
+        return self.weight_transfer_engine.has_frozen
 
     def join_session(self, info: dict[str, Any]) -> str:
         """BucketReceiver.join with ``info`` as its arguments; returns why it was aborted, or ''.
@@ -249,11 +279,11 @@ class WorkerExtension:
             return str(error)
         return ""
 
-    def receive_session(self, timeout_s: float) -> tuple[list[int], str]:
+    def receive_session(self, timeout_s: float, frozen: bool) -> tuple[list[int], str]:
         """(checksums of the current session's buckets, why the transfer was aborted or '')."""
         try:
             with set_current_vllm_config(self.vllm_config):
-                return self.weight_transfer_engine.receive_session(timeout_s), ""
+                return self.weight_transfer_engine.receive_session(timeout_s, frozen=frozen), ""
         except TransferAbortedError as error:
             return [], str(error)
 
@@ -261,6 +291,14 @@ class WorkerExtension:
         """See BucketReceiver.receive_objects."""
         with set_current_vllm_config(self.vllm_config):
             return self.weight_transfer_engine.receive_objects(from_plain(layout), data)
+
+    def install_adapter(self, alpha: int) -> list[str]:
+        """See BucketReceiver.install_adapter."""
+        return self.weight_transfer_engine.install_adapter(alpha)
+
+    def lose_weights(self) -> None:
+        """See BucketReceiver.lose_weights."""
+        self.weight_transfer_engine.lose_weights()
 
     def unwritten_modules(self) -> list[str]:
         """Modules that the update just finished left unwritten."""

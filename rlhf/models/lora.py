@@ -13,12 +13,11 @@ from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from rlhf.config import LoraConfig, require
+from rlhf.config import ALL_LINEAR, LoraConfig, require
 from rlhf.errors import ConfigError
 from rlhf.models.nf4 import Nf4Linear
 from rlhf.models.packed import PackedModel, ScalarModel
 
-ALL_LINEAR = "all-linear"
 ADAPTER = "default"  # PEFT's name for the only one
 
 

@@ -7,7 +7,7 @@ layer keeps, the fixed costs of the engine and of each process, and the allocato
 
 from dataclasses import dataclass
 
-from rlhf.config import LearnerConfig
+from rlhf.config import LearnerConfig, LoraConfig
 from rlhf.planning.shapes import ModelShape
 
 GIB = 2**30
@@ -132,7 +132,7 @@ def learner_memory(
     and 3 successively shard optimiser state, gradients and weights over the ranks. ZeRO-3 adds the gathered weights in
     use, every stage but 0 a reduce bucket. ``float32_gradients``: they take 4 bytes each; at stage 1 they are one
     tensor, which needs no bucket. With ``config.lora`` only adapters have gradients and optimiser state, and what is
-    published is one tensor at a time merged in float32. A base in 4 bits is dense one layer at a time.
+    published merged is so in float32, one tensor at a time. A base in 4 bits is dense one layer at a time.
     """
     assert config.zero_stage is not None, "it is decided"
     count, ranks, stage = shape.parameters(lm_head=lm_head), config.num_ranks, config.zero_stage
@@ -190,9 +190,11 @@ def publish_bytes(config: LearnerConfig, shape: ModelShape, *, bucket_bytes: int
         return 0
     sharded = config.zero_stage == 3 and config.num_ranks > 1
     gathered = max(bucket_bytes, shape.largest_tensor * element_bytes) if sharded else 0
-    if config.lora:  # a weight and its sum with the adapter in float32, and the rounded sum; of 4 bits, a dense one
-        dense = element_bytes if config.lora.load_in_4bit else 0
-        gathered = shape.largest_linear_layer * (8 + element_bytes + dense)
+    if config.lora:
+        dense = element_bytes if config.lora.load_in_4bit else 0  # the weight, where it is in 4 bits
+        # merged: a weight and its sum with the adapter in float32, and the rounded sum
+        merged = 0 if config.adapter_apart else 8 + element_bytes
+        gathered = shape.largest_linear_layer * (merged + dense)
     return RING_BUCKETS * bucket_bytes + gathered
 
 
@@ -218,12 +220,15 @@ def rollout_memory(
     tensor_parallel_size: int,
     element_bytes: int = 2,
     cache_tokens: int | None = None,
+    adapter: LoraConfig | None = None,
 ) -> RoleMemory:
     """One process of an awake vLLM engine.
 
-    The KV cache is the rest of ``budget_bytes``, and may be negative; it is at most what ``cache_tokens`` need.
+    The KV cache is the rest of ``budget_bytes``, and may be negative; it is at most what ``cache_tokens`` need. An
+    adapter beside the weights is there twice, as it arrived and where it is computed.
     """
     weights = shape.parameters(lm_head=True) * element_bytes / tensor_parallel_size
+    weights += 2 * shape.adapter_parameters(adapter) * element_bytes if adapter else 0
     cache = budget_bytes - weights - ENGINE_BYTES
     if cache_tokens is not None:
         cache = min(cache, CACHE_SLACK * cache_tokens * kv_token_bytes(shape, tensor_parallel_size, element_bytes))

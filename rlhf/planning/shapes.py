@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf.config import LoraConfig
+from rlhf.config import ALL_LINEAR, LoraConfig
 from rlhf.errors import ConfigError
 from rlhf.planning.known_models import known_model
 
@@ -72,7 +72,7 @@ class ModelShape:
         """Parameters of all adapters. Targets of unknown names count as the largest layer."""
         layers = self.linear_layers()
         largest = max(layers.values(), key=sum)
-        names = layers if "all-linear" in lora.target_modules else lora.target_modules
+        names = layers if ALL_LINEAR in lora.target_modules else lora.target_modules
         return self.num_layers * sum(lora.r * sum(layers.get(name, largest)) for name in names)
 
     @property

@@ -155,6 +155,7 @@ def _engine(config: Config, settings: RolloutConfig, device_bytes: float) -> Rol
         tensor_parallel_size=settings.tensor_parallel_size,
         cache_tokens=config.rollout_cache_tokens,
         element_bytes=_element_bytes(config),
+        adapter=config.learner.adapter_apart,
     )
 
 

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlhf.config import LoraConfig, ModelConfig
+from rlhf.config import ALL_LINEAR, LoraConfig, ModelConfig
 from rlhf.models.loading import load_policy, load_scalar
-from rlhf.models.lora import ADAPTER, ALL_LINEAR, add_adapters, peft_config
+from rlhf.models.lora import ADAPTER, add_adapters, peft_config
 from rlhf.models.nf4 import keep_in_4_bits
 from rlhf.models.packed import PackedModel
 from rlhf.training.export import export

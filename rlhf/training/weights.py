@@ -5,8 +5,8 @@ same order, and only the current bucket exists in full.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # vLLM's processes import this module too, and do not need tr
 
 MODEL_PREFIX = "lm."  # PackedModel's attribute; not part of Hugging Face names
 BASE_LAYER = ".base_layer."  # where PEFT puts a layer that it gives an adapter
+ADAPTER_SIDES = (".lora_A.", ".lora_B.")  # in the names of an adapter's two matrices, as PEFT saves them
 ALIGNMENT = 16  # bytes, for every tensor in a bucket: enough for any dtype
 _CHECKSUM_PERIOD = 8191  # prime, so that the checksum's factors do not align with power-of-two layouts
 
@@ -102,7 +103,34 @@ def named_weights(model: "PackedModel") -> dict[str, Weight]:
     }
 
 
-def bucket_layout(model: "PackedModel", bucket_bytes: int) -> Layout:
+def weights_apart(model: "PackedModel") -> dict[str, Weight]:
+    """Every distinct weight as it was loaded, in a fixed order, then the two matrices of every adapter."""
+    weights = {name: replace(weight, adapter=None) for name, weight in named_weights(model).items()}
+    for name, (*matrices, _) in model.adapters.items():
+        module, _, rest = name.removeprefix(MODEL_PREFIX).rpartition(BASE_LAYER)
+        weights |= {f"{module}{side}{rest}": Weight(m) for side, m in zip(ADAPTER_SIDES, matrices, strict=True)}
+    return weights
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a weight of ``weights_apart`` is an adapter's."""
+    return any(side in name for side in ADAPTER_SIDES)
+
+
+def first_adapter_bucket(layout: Layout) -> int:
+    """The number of leading buckets whose weights never change; 0 if no bucket holds adapters apart."""
+    return next((i for i, (spec, *_) in enumerate(layout) if is_of_adapter(spec.name)), 0)
+
+
+def publish_layout(weights: Mapping[str, Weight], bucket_bytes: int) -> Layout:
+    """Buckets for all weights; adapters, if they are apart, begin with one of their own."""
+    parts: tuple[dict[str, Weight], ...] = ({}, {})
+    for name, weight in weights.items():
+        parts[is_of_adapter(name)][name] = weight
+    return [bucket for part in parts for bucket in bucket_layout(part, bucket_bytes)]
+
+
+def bucket_layout(weights: Mapping[str, Weight], bucket_bytes: int) -> Layout:
     """Fills every bucket: a tensor that does not fit the remaining space is split by rows over it and the next.
 
     No bucket exceeds ``bucket_bytes`` unless a single row does.
@@ -111,7 +139,7 @@ def bucket_layout(model: "PackedModel", bucket_bytes: int) -> Layout:
     layout: Layout = []
     current: list[TensorSpec] = []
     used = 0
-    for name, weight in named_weights(model).items():
+    for name, weight in weights.items():
         full_shape = tuple(weight.shape)
         dtype = str(weight.dtype).removeprefix("torch.")
         num_rows = full_shape[0] if full_shape else 1
@@ -128,8 +156,7 @@ def bucket_layout(model: "PackedModel", bucket_bytes: int) -> Layout:
             current.append(TensorSpec(name, dtype, shape, full_shape, first_row, used, rows * row_bytes))
             used = _aligned(used + rows * row_bytes)
             first_row += rows
-    layout.append(tuple(current))
-    return layout
+    return [*layout, tuple(current)] if current else layout
 
 
 def _aligned(num_bytes: int) -> int:
@@ -165,12 +192,13 @@ def gather(parameter: nn.Parameter) -> Tensor:
     return flat[: sharded.ds_numel].view(sharded.ds_shape)
 
 
-def walk_buckets(model: "PackedModel", layout: Layout) -> Iterator[tuple[tuple[TensorSpec, ...], list[Tensor]]]:
+def walk_buckets(
+    weights: Mapping[str, Weight], layout: Layout
+) -> Iterator[tuple[tuple[TensorSpec, ...], list[Tensor]]]:
     """Yields each bucket's specs with the rows that they describe. Collective under ZeRO-3, to the last bucket.
 
     The tensors are read-only, and valid until the next iteration, which frees their memory.
     """
-    weights = named_weights(model)
     name, whole = "", torch.empty(0)  # a tensor split over several buckets is gathered once
     for specs in layout:
         pieces = []

@@ -11,11 +11,12 @@ import torch
 from actors.rollouts.engine import WorkerSpec
 from benchmarks.common import python_module
 from rlhf.batch import Prompt, Rollout, pack
-from rlhf.config import RolloutConfig
+from rlhf.config import LoraConfig, RolloutConfig
 from rlhf.models.inputs import packed_inputs
 from rlhf.models.loading import load_policy
+from rlhf.models.lora import add_adapters
 from rlhf.models.packed import PolicyModel
-from rlhf.training.weights import bucket_layout, bucket_size, pack_bucket, walk_buckets
+from rlhf.training.weights import bucket_size, named_weights, pack_bucket, publish_layout, walk_buckets, weights_apart
 from tests.families import FAMILIES, make_model, small_config
 from tests.vllm_child import Job
 
@@ -24,6 +25,13 @@ SAMPLED = (
     *("mistral", "qwen3", "gemma2", "gemma3", "phi", "phi3", "phi3-longrope", "granite"),
     *("olmo2", "olmo3", "starcoder2"),
 )
+# Ranks and scales that vLLM pads and folds; layers that it fuses, of which only one may have an adapter.
+WITH_ADAPTERS = {
+    "qwen3": LoraConfig(r=4, alpha=8),
+    "mistral": LoraConfig(r=3, alpha=7, target_modules=["v_proj", "up_proj"]),
+    "gemma2": LoraConfig(r=8, alpha=16),
+    "phi3": LoraConfig(r=2, alpha=2),
+}
 MAX_TOKENS = 64  # of prompt and completion; longer than a window, and than what LongRoPE calls short
 FP32_BOUND = 2e-4  # nats
 
@@ -32,15 +40,20 @@ def policy_of(path: Path) -> PolicyModel:
     return load_policy(str(path), dtype=torch.float32, temperature=1.0, chunk_tokens=64, max_tokens=MAX_TOKENS).eval()
 
 
-def make_job(family: str, directory: Path, tokenizer: Path) -> tuple[Job, PolicyModel]:
-    """An engine that starts from one random model and is given the weights of another."""
+def make_job(
+    family: str, directory: Path, tokenizer: Path, adapter: LoraConfig | None = None
+) -> tuple[Job, PolicyModel]:
+    """An engine that starts from one random model and is given the weights of another, and an adapter beside them."""
     config = small_config(*FAMILIES[family])
     start = make_model(directory / "start", config, seed=0, tokenizer=tokenizer)
     policy = policy_of(make_model(directory / "trained", config, seed=1))
-    layout = bucket_layout(policy, 1 << 16)
+    if adapter:
+        give_adapters(policy, adapter)
+    weights = weights_apart(policy) if adapter else named_weights(policy)
+    layout = publish_layout(weights, 1 << 16)
     buckets = [
         pack_bucket(specs, pieces, torch.empty(bucket_size(specs), dtype=torch.uint8)).numpy()
-        for specs, pieces in walk_buckets(policy, layout)
+        for specs, pieces in walk_buckets(weights, layout)
     ]
     generator = torch.Generator().manual_seed(0)
     prompts = [Prompt(i, torch.randint(3, 500, (13 + i,), generator=generator).tolist(), "") for i in range(2)]
@@ -55,8 +68,17 @@ def make_job(family: str, directory: Path, tokenizer: Path) -> tuple[Job, Policy
         workers_on_gpu=1,
         logprobs=True,
         seed=0,
+        adapter=adapter,
     )
     return Job(spec, layout, buckets, prompts, group_size=3), policy
+
+
+def give_adapters(policy: PolicyModel, adapter: LoraConfig) -> None:
+    """Adapters that change what the model says."""
+    add_adapters(policy, adapter, key="learner.lora")
+    generator = torch.Generator().manual_seed(2)
+    for _, b, _ in policy.adapters.values():
+        b.data = 0.1 * torch.randn(b.shape, generator=generator)
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +86,10 @@ def sampled(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> d
     """What the engines sampled, and the learner's models, by family."""
     directory = tmp_path_factory.mktemp("families")
     made = {family: make_job(family, directory / family, tiny_model_dir) for family in SAMPLED}
+    made |= {
+        f"{family} with an adapter": make_job(family, directory / f"{family}-adapter", tiny_model_dir, adapter)
+        for family, adapter in WITH_ADAPTERS.items()
+    }
     jobs, results = directory / "jobs", directory / "results"
     jobs.write_bytes(pickle.dumps({family: job for family, (job, _) in made.items()}))
     command = python_module("tests.vllm_child", str(jobs), str(results))
@@ -73,7 +99,7 @@ def sampled(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> d
     return {family: (found[family], policy) for family, (_, policy) in made.items()}
 
 
-@pytest.mark.parametrize("family", SAMPLED)
+@pytest.mark.parametrize("family", [*SAMPLED, *(f"{family} with an adapter" for family in WITH_ADAPTERS)])
 def test_a_publish_gives_vllm_the_learners_probabilities(
     family: str, sampled: dict[str, tuple[list[Rollout] | str, PolicyModel]]
 ) -> None:

@@ -18,7 +18,7 @@ from rlhf.batch import Prompt, Rollout, TrainBatch, pack
 from rlhf.data.prompts import load_prompts
 from rlhf.errors import UnwrittenWeightsError
 from rlhf.models.loading import load_policy
-from rlhf.training.weights import Layout, bucket_layout, bucket_size, pack_bucket
+from rlhf.training.weights import Layout, bucket_layout, bucket_size, named_weights, pack_bucket
 
 pytestmark = pytest.mark.ray
 
@@ -210,7 +210,7 @@ def plans_as_vllm_loads(worker: Any, layout: Layout) -> bool:
 def test_copies_by_plan_equal_what_vllms_loader_does(live, tiny_model_dir, bucket_bytes: int) -> None:
     _, cluster, _ = live
     policy = load_policy(str(tiny_model_dir), dtype=torch.float32, temperature=1.0, chunk_tokens=64)
-    layout = bucket_layout(policy, bucket_bytes)
+    layout = bucket_layout(named_weights(policy), bucket_bytes)
     run = plans_as_vllm_loads
     worker = cluster.group("rollout").members[0].handle
     ref = worker.__ray_call__.remote(

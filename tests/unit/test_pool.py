@@ -15,7 +15,7 @@ from ray.exceptions import ActorDiedError, RayActorError
 from actors.environments.crew import Crew
 from actors.environments.episode_loop import EpisodeReport
 from actors.group import ActorGroup, Deadline, Member
-from actors.rollouts.engine import Request, request_seed
+from actors.rollouts.engine import Ready, Request, request_seed
 from actors.rollouts.pool import RolloutPool
 from actors.weights.transports import BrokenTransferError, Transfer
 from rlhf.batch import Episode, Prompt, Rollout
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(60)
 class OneBucket:
     """A transport without a learner."""
 
-    def transfer(self, members: Mapping[Member, int], deadline: Deadline) -> Transfer:
+    def transfer(self, members: Mapping[Member, Ready], deadline: Deadline) -> Transfer:
         received = {member: ray.get(member.handle.receive_objects.remote([], deadline.left_s)) for member in members}
         return Transfer([CHECKSUM], received, {}, num_bytes=10)
 
@@ -257,7 +257,7 @@ def test_a_publish_that_was_repeated_is_reported(setting: MakeSetting) -> None:
     class Flapping(OneBucket):
         broken = False
 
-        def transfer(self, members: Mapping[Member, int], deadline: Deadline) -> Transfer:
+        def transfer(self, members: Mapping[Member, Ready], deadline: Deadline) -> Transfer:
             if not self.broken:
                 self.broken = True
                 raise BrokenTransferError("connection reset")

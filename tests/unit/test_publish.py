@@ -7,6 +7,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from actors.group import Deadline, Member
+from actors.rollouts.engine import Ready
 from actors.weights.publish import PublishResult, publish
 from actors.weights.transports import BrokenTransferError, Transfer
 from rlhf.errors import ActorError, DeadlineError, RoleLostError, UnwrittenWeightsError, WeightSyncError
@@ -30,7 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def members(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> list[Member]:
     """Three workers; the second has two engine processes."""
     fake_ray = FakeRay(monkeypatch, clock)
-    return [Member(fake_ray.actor(begin_update=1 + (i == 1)), "rollout", i, "10.0.0.1") for i in range(3)]
+    return [Member(fake_ray.actor(begin_update=Ready(1 + (i == 1))), "rollout", i, "10.0.0.1") for i in range(3)]
 
 
 @dataclass
@@ -43,14 +44,14 @@ class Scripted:
     left_s: list[float] = field(default_factory=list)
     breaks: list[bool] = field(default_factory=list)  # whether an attempt breaks through nobody's fault
 
-    def transfer(self, members: Mapping[Member, int], deadline: Deadline) -> Transfer:
-        self.asked.append({member.rank: count for member, count in members.items()})
+    def transfer(self, members: Mapping[Member, Ready], deadline: Deadline) -> Transfer:
+        self.asked.append({member.rank: ready.processes for member, ready in members.items()})
         self.left_s.append(deadline.left_s)
         assert deadline.left_s > 0, "attempts without end"
         self.clock.now_s += 10
         if self.breaks and self.breaks.pop(0):
             raise BrokenTransferError(f"connection {len(self.asked)} was reset")
-        everything = {m.rank: [SENT] * count for m, count in members.items()}
+        everything = {m.rank: [SENT] * ready.processes for m, ready in members.items()}
         failing, arrived = self.attempts.pop(0) if self.attempts else (set[int](), everything)
         failed = {m: RoleLostError(f"{m}: died") for m in members if m.rank in failing}
         received = {m: arrived[m.rank] for m in members if m.rank in arrived}

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from ray.exceptions import ActorDiedError
 
 from actors.group import ActorGroup, Deadline, Member
+from actors.rollouts.engine import Ready
 from actors.weights import transports
 from actors.weights.channel import TransferAbortedError
 from actors.weights.transports import BrokenTransferError, SessionTransport, Transfer
@@ -29,7 +30,7 @@ class Setting:
             Member(ray.actor(**ends, send_weights=s), "learner", rank, "127.0.0.1") for rank, s in enumerate(sums)
         ]
         received = {"receive_session": [[CHECKSUM]]}
-        self.members = {Member(ray.actor(**received), "rollout", rank, "127.0.0.1"): 1 for rank in range(2)}
+        self.members = {Member(ray.actor(**received), "rollout", rank, "127.0.0.1"): Ready(1) for rank in range(2)}
         self.learner = learner
         self.transport = SessionTransport(ActorGroup(learner), "broadcast")
 

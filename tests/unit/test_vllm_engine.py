@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.rollouts.engine import Request, request_seed
+from actors.rollouts.engine import Ready, Request, request_seed
 from actors.rollouts.vllm_engine import VllmEngine
 from actors.weights.channel import TransferAbortedError
+from rlhf.config import LoraConfig
 from rlhf.errors import UnwrittenWeightsError
 from tests.fake_engine import fake_spec
 
@@ -20,13 +21,17 @@ class FakeLLM:
 
     def __init__(self) -> None:
         self.added: list[tuple[Any, ...]] = []
+        self.adapters: list[Any] = []  # of what was added
+        self.asked: list[tuple[str, tuple[Any, ...]]] = []  # of its worker processes
         self.answers: dict[str, list[Any]] = {}
         self.engine_core = SimpleNamespace()
 
-    def add_request(self, *args: Any) -> None:
+    def add_request(self, *args: Any, lora_request: Any = None) -> None:
         self.added.append(args)
+        self.adapters.append(lora_request)
 
     def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        self.asked.append((method, args))
         return self.answers[method].pop(0) if method == "receive_objects" else self.answers[method]
 
 
@@ -38,7 +43,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
     monkeypatch.setitem(sys.modules, "vllm", vllm)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)  # type: ignore[arg-type]
     made = object.__new__(VllmEngine)
-    made._spec, made.llm = fake_spec(), FakeLLM()
+    made._spec, made._adapter, made.llm = fake_spec(), None, FakeLLM()
     return made
 
 
@@ -110,22 +115,35 @@ def test_a_stream_yields_the_new_tokens_of_every_step(engine: VllmEngine) -> Non
 
 def test_what_one_process_says_of_an_update_counts_for_the_engine(engine: VllmEngine) -> None:
     engine.llm.answers = {
-        "begin_weight_update": [None, None],
+        "begin_weight_update": [True, False],
         "join_session": ["", "the learner died"],
         "receive_session": [([4, 5], ""), ([4, 6], "")],
         "finish_weight_update": [None, None],
         "unwritten_modules": [[], []],
     }
-    assert engine.begin_update() == 2
+    assert engine.begin_update() == Ready(2, has_frozen=False)
     with pytest.raises(TransferAbortedError, match="the learner died"):
         engine.join_weights({})
-    assert engine.receive_session(1.0) == [[4, 5], [4, 6]]
+    assert engine.receive_session(1.0, frozen=True) == [[4, 5], [4, 6]]
     engine.finish_update()
     engine.llm.answers["receive_session"] = [([4, 5], ""), ([], "a worker died")]
     with pytest.raises(TransferAbortedError, match="a worker died"):
-        engine.receive_session(1.0)
+        engine.receive_session(1.0, frozen=False)
     engine.llm.answers["unwritten_modules"] = [["b"], ["a", "b"]]
     with pytest.raises(UnwrittenWeightsError, match=r"leaves 2 module\(s\) of vLLM's model unwritten \(a, b\)"):
+        engine.finish_update()
+
+
+def test_an_adapter_is_installed_after_every_update_and_all_of_it_has_a_place(engine: VllmEngine) -> None:
+    engine._spec, engine._adapter = replace(engine._spec, adapter=LoraConfig(alpha=7)), "the adapter"
+    engine.llm.answers = {"finish_weight_update": [None], "unwritten_modules": [[]], "install_adapter": [[]]}
+    engine.finish_update()
+    assert engine.llm.asked[-1] == ("install_adapter", (7,)), "vLLM forgets adapters when an update is finished"
+    engine.add(ask(), 1)
+    assert engine.llm.adapters == ["the adapter"]
+    engine.llm.answers["install_adapter"] = [["layers.0.router", "layers.1.router"]]
+    expected = r"no place for the adapter of 2 layer\(s\) .*layers.0.router.* learner.lora.publish=merged"
+    with pytest.raises(UnwrittenWeightsError, match=expected):
         engine.finish_update()
 
 

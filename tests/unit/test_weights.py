@@ -35,9 +35,9 @@ def policy(tiny_model_dir: Path):
 def test_buckets_hold_every_parameter_once(policy, bucket_bytes: int) -> None:
     expected = {name: weight.parameter for name, weight in named_weights(policy).items()}
     seen = {name: torch.full_like(parameter, torch.nan) for name, parameter in expected.items()}
-    layout = bucket_layout(policy, bucket_bytes)
+    layout = bucket_layout(named_weights(policy), bucket_bytes)
     buffer = torch.empty(max(bucket_size(specs) for specs in layout), dtype=torch.uint8)
-    for specs, pieces in walk_buckets(policy, layout):
+    for specs, pieces in walk_buckets(named_weights(policy), layout):
         data = pack_bucket(specs, pieces, buffer)
         assert len(data) == bucket_size(specs) <= bucket_bytes
         for spec in specs:
@@ -48,7 +48,7 @@ def test_buckets_hold_every_parameter_once(policy, bucket_bytes: int) -> None:
 
 
 def test_a_layout_survives_a_way_that_knows_lists_only(policy) -> None:
-    layout = bucket_layout(policy, 50_000)
+    layout = bucket_layout(named_weights(policy), 50_000)
     assert from_plain(json.loads(json.dumps(to_plain(layout)))) == layout
 
 
@@ -56,7 +56,7 @@ def test_a_layout_by_hand() -> None:
     """44 bytes hold 32 that are aligned: two rows of 12 bytes, or two that are aligned to 16."""
     source = source_of({"a": torch.ones(5, 3), "b": torch.ones(2, 3), "c": torch.ones((), dtype=torch.bfloat16)})
     a, b, c = ("a", "float32"), ("b", "float32"), ("c", "bfloat16")
-    layout = bucket_layout(source, 44)
+    layout = bucket_layout(named_weights(source), 44)
     assert layout == [
         (TensorSpec(*a, shape=(2, 3), full_shape=(5, 3), first_row=0, offset=0, num_bytes=24),),
         (TensorSpec(*a, shape=(2, 3), full_shape=(5, 3), first_row=2, offset=0, num_bytes=24),),
@@ -69,7 +69,7 @@ def test_a_layout_by_hand() -> None:
             TensorSpec(*c, shape=(), full_shape=(), first_row=0, offset=16, num_bytes=2),
         ),
     ]
-    for specs, pieces in walk_buckets(source, layout):
+    for specs, pieces in walk_buckets(named_weights(source), layout):
         data = pack_bucket(specs, pieces, torch.full((48,), 255, dtype=torch.uint8))
         held = torch.zeros(bucket_size(specs), dtype=torch.bool)
         for spec in specs:
@@ -78,13 +78,13 @@ def test_a_layout_by_hand() -> None:
 
 
 def test_a_row_larger_than_a_bucket_gets_one_of_its_own(policy) -> None:
-    layout = bucket_layout(policy, 16)
+    layout = bucket_layout(named_weights(policy), 16)
     assert {len(specs) for specs in layout} == {1}
     assert sum(spec.num_bytes for (spec,) in layout) == sum(4 * w.shape.numel() for w in named_weights(policy).values())
 
 
 def test_names_are_hugging_faces_and_tied_weights_come_once(policy) -> None:
-    names = [spec.name for specs in bucket_layout(policy, 1 << 30) for spec in specs]
+    names = [spec.name for specs in bucket_layout(named_weights(policy), 1 << 30) for spec in specs]
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names  # tied
 
@@ -153,10 +153,10 @@ def checkpoint() -> Any:
 def test_a_load_plan_copies_what_the_loader_would(bucket_bytes: int) -> None:
     source, expected, model = checkpoint(), Fused(), Fused()
     expected.load_weights(source.named_parameters())
-    layout = bucket_layout(source, bucket_bytes)
+    layout = bucket_layout(named_weights(source), bucket_bytes)
     plan = LoadPlan(model, model.load_weights, layout)
     assert not any(parameter.any() for parameter in model.parameters()), "planning must not write"
-    for specs, pieces in walk_buckets(source, layout):
+    for specs, pieces in walk_buckets(named_weights(source), layout):
         data = pack_bucket(specs, pieces, torch.empty(bucket_size(specs), dtype=torch.uint8))
         for target, rows in plan.copies(specs, data):
             target.copy_(rows)
@@ -166,7 +166,7 @@ def test_a_load_plan_copies_what_the_loader_would(bucket_bytes: int) -> None:
 @pytest.mark.parametrize("bucket_bytes", [40, 100, 1 << 20])
 def test_no_copy_is_empty_and_all_together_are_what_the_loader_takes(bucket_bytes: int) -> None:
     model = Fused()
-    layout = bucket_layout(checkpoint(), bucket_bytes)
+    layout = bucket_layout(named_weights(checkpoint()), bucket_bytes)
     plan = LoadPlan(model, model.load_weights, layout)
     buckets = [(specs, torch.zeros(bucket_size(specs), dtype=torch.uint8)) for specs in layout]
     copies = [copy for specs, data in buckets for copy in plan.copies(specs, data)]
@@ -184,12 +184,12 @@ def test_planning_shows_the_loader_every_weight_as_it_is_but_without_memory() ->
             shown.append((name, tensor.shape, tensor.dtype, tensor.is_meta))
             model[name].copy_(tensor)
 
-    LoadPlan(model, load, bucket_layout(source, 1000))
+    LoadPlan(model, load, bucket_layout(named_weights(source), 1000))
     assert shown == [("a", (3, 2), torch.bfloat16, True), ("b", (4,), torch.float32, True)]
 
 
 def test_loaders_that_do_more_than_copy_are_not_planned() -> None:
-    layout = bucket_layout(checkpoint(), 100)  # type: ignore[arg-type]
+    layout = bucket_layout(named_weights(checkpoint()), 100)  # type: ignore[arg-type]
     model = Fused()
 
     def transforming(weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -232,9 +232,9 @@ def test_tensors_cut_by_rows_must_be_taken_by_rows() -> None:
         for _, tensor in weights:
             model.weight.data.copy_(tensor.t())
 
-    LoadPlan(model, transposing, bucket_layout(source, 1000))
+    LoadPlan(model, transposing, bucket_layout(named_weights(source), 1000))
     with pytest.raises(UnplannableError, match="w is cut by rows"):
-        LoadPlan(model, transposing, bucket_layout(source, 50))  # type: ignore[arg-type]
+        LoadPlan(model, transposing, bucket_layout(named_weights(source), 50))  # type: ignore[arg-type]
 
     def by_element(weights: Iterable[tuple[str, Tensor]]) -> None:
         for _, tensor in weights:
@@ -243,7 +243,7 @@ def test_tensors_cut_by_rows_must_be_taken_by_rows() -> None:
                     model.weight.data[j, i].copy_(tensor[i, j])
 
     with pytest.raises(UnplannableError, match="w is cut by rows"):
-        LoadPlan(model, by_element, bucket_layout(source, 50))  # type: ignore[arg-type]
+        LoadPlan(model, by_element, bucket_layout(named_weights(source), 50))  # type: ignore[arg-type]
 
 
 def test_only_plain_layers_keep_their_weights() -> None:
