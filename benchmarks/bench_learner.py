@@ -140,13 +140,13 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=100)
     parser.add_argument("--median", type=int, default=330)
     parser.add_argument("--longest", type=int, default=1024)
-    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--variants", nargs="*", choices=list(VARIANTS), help="all, unless named")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.tiny:
         args.sequences, args.prompt, args.median, args.longest = 16, 8, 12, 24
-        args.variants, args.repeats = ["zero3", "zero1"], 1
+        args.variants, args.repeats = args.variants or ["zero3", "zero1"], 1
     vocab = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
     batch = ragged_batch(args.sequences, args.prompt, args.median, args.longest, vocab)
     table = Table("variant", "update s", "tokens/s", "TFLOP/s", "MFU", "peak GiB", "first s")

@@ -43,18 +43,23 @@ def install(model: Any, tensors: Mapping[str, Tensor], *, alpha: int) -> list[st
     """
     manager = model.lora_manager
     rank = next(len(matrix) for name, matrix in tensors.items() if ADAPTER_SIDES[0] in name)
-    names = getattr(model, "hf_to_vllm_mapper", None)
-    if names is not None and hasattr(names, "get_rename_mapper"):
-        names = names.get_rename_mapper()
     adapter = LoRAModel.from_lora_tensors(
         ADAPTER_ID,
         dict(tensors),
         PEFTHelper(r=rank, lora_alpha=alpha, target_modules=[]),
         device=manager.device,
         dtype=manager.lora_config.lora_dtype,
-        weights_mapper=names,
+        weights_mapper=_renaming(model),
     )
     manager.remove_adapter(ADAPTER_ID)
     manager.add_adapter(adapter)  # merges those of layers that vLLM fuses
     manager.activate_adapter(ADAPTER_ID)
     return sorted(adapter.loras.keys() - manager.modules.keys())
+
+
+def _renaming(model: Any) -> Any:
+    """From Hugging Face names to vLLM's, without what tells its loader which layers are fused; None: they are equal."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return None
+    return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper.get_unstacked_mapper()
