@@ -70,7 +70,7 @@ def adapter_args(adapter: LoraConfig, spec: WorkerSpec) -> dict[str, Any]:
     """vLLM's arguments for the one adapter that every request is sampled with."""
     from rlhf.models.linear_layers import linear_layers
 
-    targets = adapter.target_modules
+    targets = [name.rpartition(".")[2] for name in adapter.target_modules]
     if ALL_LINEAR in targets:  # vLLM's own default would give the embedding and the head adapters too, and compute them
         targets = linear_layers(spec.model_path, trust_remote_code=spec.trust_remote_code)
     return {

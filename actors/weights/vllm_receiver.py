@@ -169,13 +169,12 @@ class BucketReceiver(WeightTransferEngine[WeightTransferInitInfo, WeightTransfer
                 yield spec.name, self._partial
 
     def finish_weight_update(self) -> None:
-        self.unwritten = []
-        self.has_frozen = True
-        if not self._reloading:
-            return  # a LoadPlan writes every element
-        self._finish_reload()
-        if self.device.type == "cpu":
-            repack_tied_heads(self.model)
+        self.unwritten = []  # a LoadPlan writes every element
+        if self._reloading:
+            self._finish_reload()
+            if self.device.type == "cpu":
+                repack_tied_heads(self.model)
+        self.has_frozen = not self.unwritten
 
     def install_adapter(self, alpha: int) -> list[str]:
         """Samples with the adapter that has arrived; returns what vLLM has no place for: see vllm_adapter.install."""

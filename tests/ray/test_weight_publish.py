@@ -224,7 +224,7 @@ def test_an_update_that_broke_off_is_made_good_by_the_next(live, prompts) -> Non
     roles.rollouts.publish(30)
     rollouts, batch = sample(live, prompts)
     train_once(config, roles, rollouts, batch)
-    stored = cluster.group("learner").call("store_weights", deadline=DEADLINE, doing="gathering").result()[0]
+    stored = cluster.group("learner").call("store_weights", True, deadline=DEADLINE, doing="gathering").result()[0]
     workers = cluster.group("rollout")
     workers.call("begin_update", deadline=DEADLINE, doing="preparing").result()
     (specs, reference), _ = stored[0]

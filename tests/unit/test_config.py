@@ -116,7 +116,13 @@ def test_stale_samples_are_corrected_unless_told_otherwise(tmp_path: Path) -> No
     ahead = load_config(path, ["rollout.max_staleness=1"])
     assert ahead.algorithm.rollout_correction == "token_truncate"
     assert ahead.needs_rollout_logprobs
-    assert load_config(path, ["learner.lora={}"]).algorithm.rollout_correction == "token_truncate", "merged, so rounded"
+    merged = load_config(path, ["learner.lora={publish: merged}"])
+    assert merged.algorithm.rollout_correction == "token_truncate" and merged.learner.adapter_apart is None, "rounded"
+    beside = load_config(path, ["learner.lora={r: 512}"])
+    assert beside.algorithm.rollout_correction == "none" and beside.learner.adapter_apart == beside.learner.lora
+    with pytest.raises(ConfigError, match=r"learner.lora.r=513: .* rank 512 at most; .*learner.lora.publish=merged"):
+        load_config(path, ["learner.lora={r: 513}"])
+    load_config(path, ["learner.lora={r: 513, publish: merged}"])
     without = load_config(path, ["rollout.max_staleness=1", "algorithm.rollout_correction=none"])
     assert not without.needs_rollout_logprobs
 

@@ -333,6 +333,7 @@ CONTRADICTIONS = {
     "algorithm.delta=1.0000000000000002": "must be greater than 1 + algorithm.epsilon_high = 1.2",
     "algorithm.kl_target=5e-324": "needs algorithm.name=ppo",
     "learner.micro_batch_tokens=1": "cannot hold one sequence",
+    "learner.lora.r=2147483647": "vLLM samples with adapters of rank 512 at most",
     "learner.zero_stage=3": "which learner.lora leaves frozen",
     "train-reward:learner.micro_batch_tokens=1": "cannot hold one pair",
     "learner.optimizer.warmup_steps=2147483647": "exceeds the 100 optimiser steps",

@@ -18,7 +18,7 @@ from rlhf.models.probe import probe_batch
 from rlhf.planning.fit import open_stages, safe_stage
 from rlhf.planning.topology import plan_topology
 from rlhf.recipes import load_config
-from rlhf.training.weights import named_weights
+from rlhf.training.weights import first_adapter_bucket, named_weights, publish_layout, weights_apart
 from tests.ranks import Ranks
 
 WarmRanks = Callable[[int], Ranks]
@@ -90,6 +90,26 @@ def test_what_is_published_scores_as_the_learner_does(tiny_model_dir: Path) -> N
     for share_prompts in (False, True):
         inputs = packed_inputs(batch, CPU, share_prompts=share_prompts)
         torch.testing.assert_close(model(inputs)[0], plain(inputs)[0], rtol=0, atol=1e-5)
+
+
+def test_apart_the_weights_are_the_base_and_adapters_follow_in_buckets_of_their_own(tiny_model_dir: Path) -> None:
+    plain, model = named_weights(policy(tiny_model_dir)), adapted(tiny_model_dir, "q_proj", "down_proj")
+    apart = weights_apart(model)
+    assert list(apart)[: len(plain)] == list(plain)
+    for name, weight in plain.items():
+        assert torch.equal(apart[name].gather(), weight.gather()), "bit for bit as it was loaded"
+    expected = {}
+    for name, (a, b, _) in model.adapters.items():
+        layer = name.removeprefix("lm.").removesuffix("base_layer.weight")
+        expected |= {f"{layer}lora_A.weight": a, f"{layer}lora_B.weight": b}
+    assert list(apart)[len(plain) :] == list(expected)
+    assert all(torch.equal(apart[name].gather(), matrix) for name, matrix in expected.items())
+    layout = publish_layout(apart, 20_000)
+    first = first_adapter_bucket(layout)
+    assert 0 < first < len(layout)
+    frozen, learning = ({s.name for specs in part for s in specs} for part in (layout[:first], layout[first:]))
+    assert frozen == set(plain) and learning == set(expected)
+    assert first_adapter_bucket(publish_layout(named_weights(model), 20_000)) == 0, "merged, all may change"
 
 
 @pytest.mark.parametrize("layers", [0, 2])

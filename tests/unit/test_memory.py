@@ -723,6 +723,17 @@ def test_memory_of_a_learner_with_adapters_by_hand() -> None:
         assert adapters.weights - whole.weights == 2 * trained
         assert adapters.optimizer == 12 * trained / 2
         assert whole.gradients - adapters.gradients == 2 * (count - trained) / 2
-        assert adapters.other - whole.other == 32 * 8 * 10, "the largest layer: float32 twice, and rounded"
+        assert adapters.other == whole.other, "a publish makes nothing"
+        merged = memory(target_modules=targets, publish="merged")
+        assert merged.other - whole.other == 32 * 8 * 10, "the largest layer: float32 twice, and rounded"
         assert whole.training - adapters.training == 8 * 8 * 10**6, "no gradient of the head's weight: 4 + 2 + 2 bytes"
     assert memory(target_modules=["unheard_of"]).optimizer == 12 * 2 * 3 * (8 + 32) / 2
+    assert memory(load_in_4bit=True).other - whole.other == 32 * 8 * 2, "the largest layer, dense"
+
+
+def test_an_adapter_beside_an_engines_weights_is_there_twice() -> None:
+    sizes = {"budget_bytes": 10 * GIB, "tensor_parallel_size": 1}
+    plain, adapter = rollout_memory(TOY, **sizes), LoraConfig(r=3)
+    beside = rollout_memory(TOY, **sizes, adapter=adapter)
+    expected = 2 * 2 * TOY.adapter_parameters(adapter)
+    assert beside.weights - plain.weights == expected == plain.kv_cache - beside.kv_cache

@@ -13,6 +13,7 @@ from actors.weights import transports
 from actors.weights.channel import TransferAbortedError
 from actors.weights.transports import BrokenTransferError, SessionTransport, Transfer
 from rlhf.errors import ActorError, RoleLostError
+from rlhf.training.weights import TensorSpec
 from tests.clock import Clock
 from tests.fake_ray import CHECKSUM, IN_FLIGHT, FakeRay
 
@@ -69,6 +70,24 @@ def test_a_session_lasts_while_nothing_breaks(setting: Setting) -> None:
         moved = setting.transfer()
         assert moved.sent == [CHECKSUM] and list(moved.received.values()) == [[[CHECKSUM]]] * 2 and not moved.failed
     assert len(setting.sessions()) == 1
+
+
+def spec(name: str, num_bytes: int) -> TensorSpec:
+    return TensorSpec(name, "uint8", (num_bytes,), (num_bytes,), 0, 0, num_bytes)
+
+
+def test_weights_that_never_change_are_sent_while_one_lacks_them(setting: Setting) -> None:
+    layout = [(spec("q_proj.weight", 160),), (spec("q_proj.lora_A.weight", 32),), (spec("q_proj.lora_B.weight", 16),)]
+    setting.answer("weight_layout", {"learner[0]": layout})
+    first, second = setting.members
+    for held, whole in (((False, False), True), ((True, False), True), ((True, True), False)):
+        for member, has_frozen in zip((first, second), held, strict=True):
+            setting.members[member] = Ready(1, has_frozen)
+        moved = setting.transfer()
+        assert moved.num_bytes == (208 if whole else 48)
+        for member, method in ((setting.learner[0], "send_weights"), (first, "receive_session")):
+            assert member.handle.given(method)[-1][1] is whole
+    assert len(setting.sessions()) == 1, "it is the same session"
 
 
 @pytest.mark.parametrize("who", ["learner[0]", "rollout[1]"])
