@@ -14,7 +14,7 @@ SHARE = "share"
 MANY = 3  # steps from which "always" means something
 LEGEND = (
     "Pale: each step. Strong: smoothed. Band: one standard deviation over the batch. Diamonds: held-out data, with "
-    "their 95 % confidence interval where it is known. Drag to enlarge, double-click to see all again."
+    "their 95\u00a0% confidence interval where it is known. Drag to enlarge, double-click to see all again."
 )
 
 

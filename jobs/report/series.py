@@ -10,12 +10,18 @@ MOST_BARS = 200
 
 
 def smoothed(values: Sequence[float], span: float | None = None) -> list[float]:
-    """Exponential moving average with the bias of its beginning removed (Kingma and Ba 2015, Adam, section 3):
-    m_t = w m_(t-1) + (1 - w) x_t, divided by 1 - w^t, where w = 1 - 2 / (span + 1).
+    """The mean of two exponential moving averages, one from the left and one from the right: a single one lags behind.
 
     ``span`` in points; None: a twelfth of them, at least 3.
     """
     span = max(3.0, len(values) / 12) if span is None else span
+    from_left, from_right = moving_average(values, span), moving_average(values[::-1], span)[::-1]
+    return [(left + right) / 2 for left, right in zip(from_left, from_right, strict=True)]
+
+
+def moving_average(values: Sequence[float], span: float) -> list[float]:
+    """Exponential moving average with the bias of its beginning removed (Kingma and Ba 2015, Adam, section 3):
+    m_t = w m_(t-1) + (1 - w) x_t, divided by 1 - w^t, where w = 1 - 2 / (span + 1)."""
     weight = 1 - 2 / (span + 1)
     averages, average = [], 0.0
     for t, value in enumerate(values, start=1):

@@ -19,7 +19,7 @@ from jobs.report.hardware import memory_chart, roofline
 from jobs.report.health import duration, gate_chart, notes_table
 from jobs.report.records import read_run, read_runs, unique_labels
 from jobs.report.samples import Token, spread
-from jobs.report.series import grouped, means, smoothed, thinned
+from jobs.report.series import grouped, means, moving_average, smoothed, thinned
 from jobs.report.settings import changed_keys, settings
 from jobs.report.timeline import OTHER, phase_chart, role_seconds
 from jobs.runs import leave_report
@@ -180,10 +180,10 @@ def test_nothing_that_a_model_says_becomes_part_of_the_page(tmp_path: Path) -> N
 
 
 def test_in_a_figure_no_tag_can_end_its_script(tmp_path: Path) -> None:
-    files = whole_run(metrics=[step_record(step, **{"</script><b>": step}) for step in (1, 2, 3)])
-    html = write_report([files.write(tmp_path / "</script><b>".replace("/", ":"))]).read_text()
+    files = whole_run(metrics=[step_record(step, **{"time/</script><b>_s": 1.0}) for step in (1, 2, 3)])
+    html = write_report([files.write(tmp_path / "run")]).read_text()
     page = Page(html)
-    assert "</script><b>" in page.titles
+    assert "</script><b>" in [trace.get("name") for figure in page.figures for trace in figure["data"]]
     assert html.count("</script>") == len(page.figures) + 2, "plotly's, ours, and one for each figure"
 
 
@@ -310,7 +310,10 @@ def test_labels_tell_runs_apart() -> None:
 
 def test_smoothing_by_hand() -> None:
     # w = 1 - 2 / (3 + 1) = 1/2: m = 1/2, 5/4 over 1 - 1/2, 1 - 1/4
-    assert smoothed([1.0, 2.0], span=3) == [1.0, pytest.approx(1.25 / 0.75)]
+    assert moving_average([1.0, 2.0], 3) == [1.0, pytest.approx(5 / 3)]
+    assert smoothed([1.0, 2.0], span=3) == pytest.approx([(1 + 4 / 3) / 2, (5 / 3 + 2) / 2])
+    line = [float(x) for x in range(101)]
+    assert smoothed(line)[50] == pytest.approx(50.0), "no lag"
     assert smoothed([5.0] * 40) == pytest.approx([5.0] * 40)
     assert smoothed([]) == []
 
