@@ -152,6 +152,15 @@ def curve_chart(runs: Sequence[RunRecord], curve: Curve) -> Chart | None:
     return Chart(curve.title, figure, "; ".join(text for text in (unit, curve.caption) if text))
 
 
+def line_chart(
+    runs: Sequence[RunRecord], title: str, metric: str, caption: str = "", *, tickformat: str | None = None
+) -> Chart | None:
+    """The chart of a metric that is never negative; None if no run has it. ``tickformat``: d3's, such as ``.0%``."""
+    if chart := curve_chart(runs, Curve(title, metric, caption=caption)):
+        chart.figure.update_yaxes(rangemode="tozero", tickformat=tickformat)
+    return chart
+
+
 def add_curve(figure: go.Figure, run: RunRecord, curve: Curve, colour: str) -> None:
     """Band, raw values and smoothed values of a run, as far as it has them."""
     found = run.series(curve.metric) or run.series(curve.also)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
+from jobs.report.curves import line_chart
 from jobs.report.parts import Chart, Section, Table, colour_of
 from jobs.report.records import RunRecord
 from rlhf.tracking.performance import LIMITS
@@ -78,22 +79,14 @@ def bottlenecks(run: RunRecord) -> list[tuple[str, int]]:
 
 def share_chart(runs: Sequence[RunRecord], phase: str) -> Chart | None:
     """The share of a peak that a phase reached; None if no run has it."""
-    limit, figure = LIMITS[phase], go.Figure()
-    for index, run in enumerate(runs):
-        if found := run.series(limit.figure).thin():
-            figure.add_scatter(
-                x=found.x,
-                y=found.y,
-                name=run.label,
-                mode="lines",
-                line={"width": 2, "color": colour_of(index)},
-                hovertemplate="step %{x}: %{y:.1%}",
-            )
-    if not figure.data:
-        return None
-    figure.add_hline(y=limit.reached_at, line={"width": 1, "dash": "dot", "color": "#8c8c94"})
-    figure.update_layout(showlegend=False)
-    figure.update_yaxes(tickformat=".0%", rangemode="tozero")
-    return Chart(
-        f"{limit.label}: share of {limit.peak}", figure, f"above the dotted line, {phase} is bound by {limit.bound}"
+    limit = LIMITS[phase]
+    chart = line_chart(
+        runs,
+        f"Share of {limit.peak}",
+        limit.figure,
+        f"above the dotted line, {phase} is bound by {limit.bound}",
+        tickformat=".0%",
     )
+    if chart:
+        chart.figure.add_hline(y=limit.reached_at, line={"width": 1, "dash": "dot", "color": "#8c8c94"})
+    return chart

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import plotly.graph_objects as go
 import torch
 
+from jobs.report.curves import line_chart
 from jobs.report.parts import Chart, Section, Table, colour_of
 from jobs.report.records import RunRecord
 from jobs.trained import CONFIG
@@ -25,8 +26,6 @@ def health(runs: Sequence[RunRecord]) -> Section:
     """Pool, weight versions, the comparison of sampler and learner, skipped steps, notes."""
     charts = [pool_chart(runs), staleness_chart(runs), gate_chart(runs)]
     charts += [
-        line_chart(runs, "Share of the step that the learner waited for samples", "pool/wait_fraction", ".0%"),
-        line_chart(runs, "Share of their time that rollout workers idled", "pool/idle_fraction", ".0%"),
         line_chart(runs, "Seconds to publish the weights", "weight_sync/publish_s"),
         *(line_chart(runs, title, metric) for title, metric in TROUBLES.items() if any_of(runs, metric)),
     ]
@@ -43,22 +42,17 @@ def any_of(runs: Sequence[RunRecord], metric: str) -> bool:
     return any(any(run.series(metric).y) for run in runs)
 
 
-def line_chart(runs: Sequence[RunRecord], title: str, metric: str, tickformat: str | None = None) -> Chart | None:
-    """One metric of all runs; None if none has it."""
-    figure = go.Figure()
-    for index, run in enumerate(runs):
-        add_line(figure, run, metric, colour_of(index), run.label)
-    if not figure.data:
-        return None
-    figure.update_layout(showlegend=False)
-    figure.update_yaxes(rangemode="tozero", tickformat=tickformat)
-    return Chart(title, figure)
-
-
 def add_line(
-    figure: go.Figure, run: RunRecord, metric: str, colour: str, name: str, *, dash: str = "solid", steps: bool = False
+    figure: go.Figure,
+    run: RunRecord,
+    metric: str,
+    colour: str,
+    name: str,
+    *,
+    dash: str = "solid",
+    steps: bool = False,
 ) -> None:
-    """A line of one metric, if the run has it; ``steps``: of whole numbers that jump."""
+    """A line of one metric, if the run has it. ``steps``: of whole numbers that jump."""
     found = run.series(metric).thin()
     if found:
         figure.add_scatter(
@@ -67,7 +61,7 @@ def add_line(
             name=name,
             mode="lines" if len(found.x) > 1 else "markers",
             line={"width": 2, "color": colour, "dash": dash, "shape": "hv" if steps else "linear"},
-            hovertemplate=f"{name}, step %{{x}}: %{{y:.4g}}",
+            hovertemplate="step %{x}: %{y:.4g}",
         )
 
 

@@ -89,7 +89,7 @@ def render(runs: Sequence[RunRecord], made: datetime) -> str:
     )
     here = files("jobs.report")
     parts = sections(runs)
-    return environment.from_string((here / "page.html.jinja").read_text(encoding="utf-8")).render(
+    page = environment.from_string((here / "page.html.jinja").read_text(encoding="utf-8")).render(
         title=" and ".join(run.label for run in runs) if len(runs) < 3 else f"{len(runs)} runs",
         made=f"{made:%Y-%m-%d %H:%M}",
         cards=[card(run, index) for index, run in enumerate(runs)],
@@ -100,6 +100,7 @@ def render(runs: Sequence[RunRecord], made: datetime) -> str:
         script=Markup((here / "page.js").read_text(encoding="utf-8")),
         plotly=Markup(get_plotlyjs()),
     )
+    return page.encode("utf-8", "replace").decode("utf-8")  # an environment may say half of a character
 
 
 def figure_json(chart: Chart) -> Markup:

@@ -1,6 +1,7 @@
 """What a run directory holds, as plain data; of a run that is going on, or was killed, as much as there is."""
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -79,7 +80,8 @@ def series(records: Sequence[Record], name: str) -> Series:
 
 
 def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether it can be drawn."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def read_runs(directories: Sequence[Path]) -> list[RunRecord]:

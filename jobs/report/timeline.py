@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from jobs.report.parts import Chart, Section, colour_of, faint
+from jobs.report.curves import line_chart
+from jobs.report.parts import Chart, Section, colour_of
 from jobs.report.records import Record, RunRecord
 from jobs.report.series import grouped, means
 
@@ -31,11 +32,14 @@ def timeline(runs: Sequence[RunRecord]) -> Section:
     """Phases of every step, and the shares of the time in which roles were at work."""
     timed = [run for run in runs if phases_of(run)]
     charts = [phase_chart(run, several=len(runs) > 1) for run in timed] + [role_chart(run, runs) for run in timed]
-    if rates := rate_chart(runs):
-        charts.append(rates)
+    lines = (
+        line_chart(runs, "Rollout workers idle", "pool/idle_fraction", "share of their time", tickformat=".0%"),
+        line_chart(runs, "Learner waits for samples", "pool/wait_fraction", "share of the step", tickformat=".0%"),
+        line_chart(runs, "Tokens per second", "tokens_per_s", "prompts and completions", tickformat=","),
+    )
     return Section(
         "Time",
-        charts,
+        [*charts, *(chart for chart in lines if chart)],
         intro="Phases follow each other in the driver, so what a step waits for is what its bar shows. A role that has "
         "nothing to do meanwhile is idle: those are the bubbles.",
         absent="no step has recorded its phases (time/* in metrics.jsonl)",
@@ -135,25 +139,3 @@ def role_seconds(run: RunRecord) -> dict[str, tuple[float, float]]:
     rows = {"learner": (min(learner, whole), whole)}
     busy = [record["pool/busy_s"] for record in records if record.get("pool/busy_s") is not None]
     return {"rollout workers": (min(statistics.median(busy), whole), whole), **rows} if busy else rows
-
-
-def rate_chart(runs: Sequence[RunRecord]) -> Chart | None:
-    """Tokens per second of each run."""
-    figure = go.Figure()
-    for index, run in enumerate(runs):
-        found = run.series("tokens_per_s").thin()
-        if found:
-            colour = colour_of(index)
-            figure.add_scatter(
-                x=found.x,
-                y=found.y,
-                name=run.label,
-                mode="lines",
-                line={"width": 2, "color": colour},
-                fill="tozeroy",
-                fillcolor=faint(colour, 0.08),
-                hovertemplate="step %{x}: %{y:,.0f} tokens/s",
-            )
-    figure.update_layout(showlegend=False)
-    figure.update_yaxes(tickformat=",")
-    return Chart("Tokens per second", figure, "prompts and completions, by the time of steps") if figure.data else None

@@ -187,6 +187,11 @@ def test_in_a_figure_no_tag_can_end_its_script(tmp_path: Path) -> None:
     assert html.count("</script>") == len(page.figures) + 2, "plotly's, ours, and one for each figure"
 
 
+def test_half_of_a_character_is_shown_as_a_question_mark(tmp_path: Path) -> None:
+    page = page_of(whole_run(completions=[sample(5, completion="a\ud800b")]).write(tmp_path / "run"))
+    assert "a?b" in page.text
+
+
 # ---- runs that did not end well, or are of another kind
 
 
@@ -364,8 +369,8 @@ def test_shares_of_peaks_have_a_chart_each_and_bottlenecks_a_count(tmp_path: Pat
     metrics[0]["bottleneck"] = "update: compute"
     section = roofline([read_run(whole_run(metrics=metrics).write(tmp_path / "run"), "run")])
     assert [chart.title for chart in section.charts] == [
-        "HBM: share of memory bandwidth, generating",
-        "MFU: share of the matrix rate, updating",
+        "Share of memory bandwidth, generating",
+        "Share of the matrix rate, updating",
     ]
     assert section.tables[0].rows == [
         ("run", "update: compute", "1 of 2"),
@@ -433,6 +438,20 @@ def test_the_command_says_where_the_report_is(
     assert capsys.readouterr().out.split() == [str(directory / "report.html")]
     out = tmp_path / "elsewhere.html"
     assert run_command(monkeypatch, str(directory), "--out", str(out)) == 0 and out.stat().st_size > 4e6
+
+
+def test_the_report_opens_in_a_browser_if_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = whole_run().write(tmp_path / "run")
+    shown: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda address: bool(shown.append(address)))
+    assert run_command(monkeypatch, str(directory)) == 0 and not shown
+    assert run_command(monkeypatch, str(directory), "--open") == 2
+    assert shown == [(directory / "report.html").as_uri()]
+    assert "--open: there is no browser here; " in capsys.readouterr().err
+    monkeypatch.setattr("webbrowser.open", lambda address: True)
+    assert run_command(monkeypatch, str(directory), "--open") == 0
 
 
 @pytest.mark.parametrize(
