@@ -118,9 +118,8 @@ def unchanging(same: Mapping[Curve, float]) -> str:
     """A sentence on the metrics that have no chart."""
     if not same:
         return ""
-    return (
-        " The same in all steps: " + ", ".join(f"{c.title.lower()} {number(float(v))}" for c, v in same.items()) + "."
-    )
+    values = ", ".join(f"{curve.title} {number(float(value))}" for curve, value in same.items())
+    return f" The same in all steps: {values}."
 
 
 def function_rewards(run: RunRecord) -> Iterable[str]:
@@ -132,9 +131,10 @@ def function_rewards(run: RunRecord) -> Iterable[str]:
 
 def extra_sources(run: RunRecord) -> Iterable[str]:
     """The names in data.extra_eval."""
-    for name in {key for record in run.evaluations for key in record}:
-        if name.startswith("eval/") and name.endswith("/reward"):
-            yield name.removeprefix("eval/").removesuffix("/reward")
+    for key in {key for record in run.evaluations for key in record}:
+        name, _, metric = key.removeprefix("eval/").rpartition("/")
+        if name and metric == "reward":
+            yield name
 
 
 def curve_chart(runs: Sequence[RunRecord], curve: Curve) -> Chart | None:
@@ -211,15 +211,10 @@ def band(run: RunRecord, curve: Curve, found: Series, middle: list[float]) -> tu
         return smoothed(values) if at and len(found.x) >= SMOOTH_FROM else values
 
     if curve.deviation is not None:
-        deviations = around(curve.deviation, [0.0] * len(found.x))
-        return (
-            (
-                [value - deviation for value, deviation in zip(middle, deviations, strict=True)],
-                [value + deviation for value, deviation in zip(middle, deviations, strict=True)],
-            )
-            if any(deviations)
-            else None
-        )
+        pairs = list(zip(middle, around(curve.deviation, [0.0] * len(found.x)), strict=True))
+        if not any(deviation for _, deviation in pairs):
+            return None
+        return [value - deviation for value, deviation in pairs], [value + deviation for value, deviation in pairs]
     if curve.lowest or curve.highest:
         return around(curve.lowest, middle), around(curve.highest, middle)
     return None

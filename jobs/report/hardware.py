@@ -16,11 +16,7 @@ KINDS = {"gpu": "GPU", "host": "host"}
 def memory(runs: Sequence[RunRecord]) -> Section:
     """The most that a process of each role has held, on its GPU and on the host; a line where the plan saw it."""
     charts = [chart for kind in KINDS if (chart := memory_chart(runs, kind))]
-    return Section(
-        "Memory",
-        charts,
-        absent="summary.json has no peak_memory_gib; it is written when a run ends",
-    )
+    return Section("Memory", charts, absent="summary.json has no peak_memory_gib; it is written when a run ends")
 
 
 def memory_chart(runs: Sequence[RunRecord], kind: str) -> Chart | None:

@@ -238,6 +238,19 @@ def test_steps_that_are_null_are_left_out_of_curves(tmp_path: Path) -> None:
     assert [list(trace.x) for trace in reward.data if trace.name == "run"] == [[1, 3]]
 
 
+def test_rewards_have_a_band_and_their_parts_and_held_out_sources_charts_of_their_own(tmp_path: Path) -> None:
+    parts = {"rewards/right/mean": 0.5, "rewards/short/mean": 0.25}
+    metrics = [step_record(s, **{name: value * s for name, value in parts.items()}) for s in (1, 2, 3)]
+    evaluations = [{"step": s, "eval/reward": 0.5, "eval/hard/reward": 0.1 * s} for s in (0, 3)]
+    run = read_run(whole_run(metrics=metrics, evaluations=evaluations).write(tmp_path / "run"), "run")
+    charts = {chart.title: chart.figure for chart in learning_curves([run]).charts}
+    assert list(charts)[:4] == ["Reward", "Reward on hard, held out", "Reward: right", "Reward: short"]
+    lower, upper = (list(trace.y) for trace in charts["Reward"].data if trace.name == "band")
+    assert lower == pytest.approx([s / 30 - 0.1 for s in (1, 2, 3)]) and upper[0] == pytest.approx(1 / 30 + 0.1)
+    shortest, longest = (list(trace.y) for trace in charts["Completion length"].data if trace.name == "band")
+    assert (shortest, longest) == ([1.0] * 3, [64.0] * 3)
+
+
 def test_an_environment_s_episodes_are_shown_as_conversations(tmp_path: Path) -> None:
     said = [
         {"role": "user", "text": "guess"},
@@ -398,7 +411,7 @@ def test_only_the_last_notes_are_shown(tmp_path: Path) -> None:
 
 def test_a_metric_that_never_changes_is_named_instead_of_drawn(tmp_path: Path) -> None:
     section = learning_curves([read_run(whole_run().write(tmp_path / "run"), "run")])
-    assert "The same in all steps: learning rate 0.001." in section.intro
+    assert "The same in all steps: Learning rate 0.001." in section.intro
     assert "Learning rate" not in [chart.title for chart in section.charts]
 
 
