@@ -86,12 +86,19 @@ class ActorCluster:
         return self._groups[role]
 
     def peak_memory_gib(self) -> dict[str, dict[str, float]]:
-        """By role, the highest peak among its actors, on the host and on the GPU."""
+        """By role, the highest peak among its actors, on the host and on the GPU; and what was predicted of the GPU."""
         peaks: dict[str, dict[str, float]] = {}
         for role, group in self._groups.items():
             members = group.call("peak_memory_gib", deadline=self._deadline, doing="measuring memory").result()
             peaks[role] = {kind: max(member[kind] for member in members) for kind in members[0]}
+        for role, gib in self._predicted_gib().items():
+            peaks.setdefault(role, {})["predicted"] = gib
         return peaks
+
+    def _predicted_gib(self) -> dict[str, float]:
+        first = ActorGroup(self._groups["learner"].members[:1])
+        (predicted,) = first.call("predicted_gib", deadline=self._deadline, doing="planning memory").result()
+        return predicted
 
     def _create(
         self, role: str, actor: type[RankActor], make_args: Callable[[int, int], tuple[Any, ...]]
@@ -238,7 +245,9 @@ class Cluster(ActorCluster):
         """Same as the base class, plus rollout workers; one that fails to answer is left out."""
         peaks = super().peak_memory_gib()
         if members := self._pool.ask("peak_memory_gib", "measuring memory"):
-            peaks["rollout"] = {kind: max(member[kind] for member in members) for kind in members[0]}
+            peaks.setdefault("rollout", {}).update(
+                {kind: max(member[kind] for member in members) for kind in members[0]}
+            )
         return peaks
 
     def device_names(self) -> dict[str, str]:

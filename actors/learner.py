@@ -21,7 +21,7 @@ from rlhf.errors import ConfigError, GpuMemoryError, one_line
 from rlhf.models.loading import load_policy, load_scalar
 from rlhf.models.packed import PackedModel
 from rlhf.planning.fit import plan_memory, safe_stage
-from rlhf.planning.memory import ALL_LAYERS
+from rlhf.planning.memory import ALL_LAYERS, GIB
 from rlhf.planning.memory_plan import MemoryPlan
 from rlhf.run_lock import sees_token
 from rlhf.shares import Planner, Share
@@ -99,6 +99,11 @@ class EngineActor(RankActor):
             return None
         plan.check(self.ROLE)
         return plan.describe(self.ROLE)
+
+    def predicted_gib(self) -> dict[str, float]:
+        """The predicted peak of every role on a GPU like this rank's; empty if nothing can be predicted."""
+        plan = self._plan(device_bytes(local_rank_device()))
+        return {} if plan is None else {role: memory.peak / GIB for role, memory in plan.roles.items()}
 
     def _plan(self, num_bytes: float) -> MemoryPlan | None:
         if not num_bytes:

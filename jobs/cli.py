@@ -230,6 +230,26 @@ def doctor(
     raise typer.Exit(RUN_ERROR if examine(address, run_dir) else 0)
 
 
+@app.command()
+def report(
+    run_dirs: Annotated[
+        list[Path], typer.Argument(metavar="RUN_DIR...", help="Directories of runs; several: compared.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The file to write.", show_default="RUN_DIR/report.html; of several runs ./report.html"),
+    ] = None,
+    open_it: Annotated[bool, typer.Option("--open", help="Show it in a browser, too.")] = False,
+) -> None:
+    """Write one HTML file about runs, finished or not: curves, time, memory, health, samples, configuration."""
+    from jobs.report.command import open_in_browser, write_report
+
+    file = write_report(run_dirs, out)
+    typer.echo(file)
+    if open_it and not open_in_browser(file):
+        raise ConfigError(f"--open: there is no browser here; {file} is written, open it elsewhere")
+
+
 OutArgument = Annotated[Path, typer.Argument(help="Directory to write.")]
 
 

@@ -30,9 +30,11 @@ def keep_trying(
     """
     # once: a cluster that lost its GPU nodes must not make the next attempt train on CPUs
     config = replace(config, placement=replace(config.placement, device=resolve_device(config)))
-    reached, restarts = checkpoints.current, 0
+    reached, restarts, told = checkpoints.current, 0, ""
     while True:
         tracker = new_tracker()
+        if told:
+            tracker.remember(told)
         try:
             with contextlib.closing(tracker):
                 return attempt(config, tracker)
@@ -45,7 +47,8 @@ def keep_trying(
             restarts += 1
             start = "the last checkpoint" if checkpoints.current else "the beginning"
             left = config.checkpoint.max_restarts - restarts
-            print(f"restarting from {start} ({left} restart(s) left): {error}", flush=True)
+            told = f"restarting from {start} ({left} restart(s) left): {error}"
+            print(told, flush=True)
             if restarts > 1:
                 time.sleep(min(MAX_PAUSE_S, 2.0**restarts))
 

@@ -19,7 +19,7 @@ from actors.cluster import ActorCluster
 from rlhf.checkpoint import CheckpointStore
 from rlhf.config import Config
 from rlhf.driver import Driver
-from rlhf.errors import ConfigError, DeadlineError, GpuMemoryError, RoleLostError
+from rlhf.errors import ConfigError, DeadlineError, GpuMemoryError, RoleLostError, one_line
 from rlhf.evaluation import BestModel
 from rlhf.recipes import to_yaml
 from rlhf.resume import check_resume, read_run
@@ -219,3 +219,13 @@ def summarise(
     if not finished:
         tracker.note(f"stopped after step {loop.step} of {num_steps}; the same command resumes from there")
     return summary | {"signal": loop.stop_requested}
+
+
+def leave_report(run_dir: Path) -> None:
+    """Writes the report of a run that has ended, and says where it is. Whatever goes wrong with it is a warning."""
+    try:
+        from jobs.report.command import write_report  # plotly's code for browsers alone is 5 MB
+
+        print(f"report: {write_report([run_dir])}", flush=True)
+    except Exception as error:
+        print(f"warning: no report: {one_line(error)}; try again: rlhf report {run_dir}", file=sys.stderr, flush=True)

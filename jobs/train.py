@@ -16,6 +16,7 @@ from jobs.runs import (
     ends_on_sigterm,
     find_start,
     keeps_best,
+    leave_report,
     save_final,
     started,
     stops_at_step_end,
@@ -74,7 +75,9 @@ def train_holding(lock: RunLock, config: Config) -> dict[str, Any]:
     data = {"prompts": prompts, "held_out": held_out}
     once = partial(attempt, tokenizer=tokenizer, **data, checkpoints=checkpoints, notes=notes)
     with connect(config), ends_on_sigterm():
-        return keep_trying(config, checkpoints, new_tracker, once)
+        summary = keep_trying(config, checkpoints, new_tracker, once)
+    leave_report(run_dir)
+    return summary
 
 
 def attempt(

@@ -14,6 +14,7 @@ from jobs.runs import (
     ends_on_sigterm,
     find_start,
     keeps_best,
+    leave_report,
     save_final,
     started,
     stops_at_step_end,
@@ -55,7 +56,9 @@ def train_holding(lock: RunLock, config: RewardTrainingConfig) -> dict[str, Any]
     new_tracker = partial(Tracker, config.tracking, run_dir, num_steps=num_steps, tokenizer=tokenizer)
     once = partial(attempt, tokenizer=tokenizer, train=train, held_out=held_out, checkpoints=checkpoints)
     with connect(config), ends_on_sigterm():
-        return keep_trying(config, checkpoints, new_tracker, once)
+        summary = keep_trying(config, checkpoints, new_tracker, once)
+    leave_report(run_dir)
+    return summary
 
 
 def check_warmup(config: RewardTrainingConfig, num_steps: int) -> None:

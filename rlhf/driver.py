@@ -137,7 +137,14 @@ class Driver(Run[Config]):
         )
         self.tracker.log_step(self.step, metrics, num_tokens=len(batch.tokens), num_episodes=len(rollouts))
         if self.is_due(self.config.tracking.completions_every_steps):
-            self.tracker.log_completions(self.step, rollouts, rewards, first_of_each(batch))
+            self.tracker.log_completions(
+                self.step,
+                rollouts,
+                rewards,
+                first_of_each(batch),
+                given=sampled.scores.given,
+                logprobs=sampled_logprobs(batch),
+            )
 
     def staleness(self, batch: TrainBatch) -> Metrics:
         """How many versions the learner was ahead of the weights that sampled each token."""
@@ -159,3 +166,10 @@ def first_of_each(batch: TrainBatch) -> Tensor:
     assert batch.advantages is not None
     starts = torch.cumsum(batch.completion_lengths, 0) - batch.completion_lengths
     return batch.advantages[starts]
+
+
+def sampled_logprobs(batch: TrainBatch) -> list[Tensor] | None:
+    """S tensors float32 [completion length]: each token's log-probability from the learner before the update, or else
+    from the sampler, NaN where it was not asked; None if the step needed neither."""
+    logprobs = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
+    return None if logprobs is None else list(logprobs.split(batch.completion_lengths.tolist()))

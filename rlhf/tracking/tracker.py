@@ -1,6 +1,8 @@
 """The driver's logbook: measures phases, counts tokens, and passes each step's numbers to every writer."""
 
 import json
+import math
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +23,13 @@ from rlhf.tracking.writers import JsonLines, ScalarWriter, TensorBoard, WeightsA
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MAX_SHOWN_TOKENS = 512  # of a sampled completion's, with their log-probabilities
 OUTSIDE_STEPS = frozenset({"start", "evaluate", "checkpoint"})  # phases that do not count towards a step's time
 
 
 class Tracker:
-    """Records one run under ``run_dir``: metrics.jsonl, eval.jsonl, completions.jsonl, TensorBoard and W&B.
+    """Records one run under ``run_dir``: metrics.jsonl, eval.jsonl, completions.jsonl, TensorBoard and W&B; and in
+    notes.jsonl what the user was told meanwhile.
 
     The files open at the first record, cut back to the step from which the run resumes, so a run that dies during
     start-up leaves the previous records alone. Raises ConfigError if W&B is requested but unavailable.
@@ -54,6 +58,8 @@ class Tracker:
         self._started_s = time.perf_counter()
         self._warned: set[str] = set()
         self._files: dict[str, JsonLines] = {}
+        self._notes: list[tuple[float, str]] = []  # from before the files are open: when, and what
+        self._noting = threading.Lock()  # the rollout pool has threads of its own
         self._writers: list[ScalarWriter] = []
         if config.wandb_project is not None:
             self._writers.append(WeightsAndBiases(config.wandb_project, self.run_dir))
@@ -131,10 +137,20 @@ class Tracker:
         values = {f"eval/{name}": value for name, value in metrics.items()}
         self._display.evaluation(step, self._record("eval", step, values))
 
-    def log_completions(self, step: int, rollouts: Sequence[Rollout], rewards: Tensor, advantages: Tensor) -> None:
+    def log_completions(
+        self,
+        step: int,
+        rollouts: Sequence[Rollout],
+        rewards: Tensor,
+        advantages: Tensor,
+        *,
+        given: Mapping[str, Sequence[float]] | None = None,
+        logprobs: Sequence[Tensor] | None = None,
+    ) -> None:
         """Records and shows ``tracking.completions_rows`` of S completions, spread over the batch.
 
-        rewards, advantages float [S]: one of each per completion.
+        rewards, advantages float [S]: one of each per completion. ``given``: S rewards by function; ``logprobs``: S
+        tensors float [num_sampled], the log-probability of each sampled token, NaN where unknown.
         """
         num_rows = min(self._config.completions_rows, len(rollouts))
         picked = [row * len(rollouts) // num_rows for row in range(num_rows)]
@@ -147,13 +163,23 @@ class Tracker:
             )
             for i, text in zip(picked, texts, strict=True)
         ]
-        for row in rows:
-            self._file("completions").append({"step": step, **asdict(row)})
+        for i, row in zip(picked, rows, strict=True):
+            parts = finite({f"rewards/{name}": values[i] for name, values in (given or {}).items()})
+            more = beyond_text(rollouts[i], None if logprobs is None else logprobs[i], self._tokenizer)
+            self._file("completions").append({"step": step, **asdict(row), **parts, **more})
         self._display.completions(step, rows)
 
     def note(self, message: str) -> None:
-        """Prints one line for the user, with or without the progress display."""
+        """Prints one line for the user, with or without the progress display, and keeps it in notes.jsonl."""
         self._display.note(message)
+        self.remember(message)
+
+    def remember(self, message: str) -> None:
+        """Keeps one line in notes.jsonl that the user has been told already. Any thread may call it."""
+        with self._noting:
+            self._notes.append((time.perf_counter(), message))
+            if self._files:
+                self._write_notes()
 
     def stopping(self, message: str) -> bool:
         """Whether the display shows that the run is going to stop; else nobody has been told. For signal handlers."""
@@ -161,10 +187,12 @@ class Tracker:
 
     def close(self) -> None:
         """Closes every file and writer and releases the terminal; safe to call more than once."""
+        with self._noting:
+            files, self._files = self._files, {}
         with ExitStack() as stack:  # closes each of them, even if one fails
-            for resource in (*self._files.values(), *self._writers, self._display):
+            for resource in (*files.values(), *self._writers, self._display):
                 stack.callback(resource.close)
-        self._files, self._writers = {}, []
+        self._writers = []
 
     def state_dict(self) -> dict[str, Any]:
         """Clocks and counters, as JSON."""
@@ -202,25 +230,69 @@ class Tracker:
         return self._files[name]
 
     def _open(self) -> None:
+        files: dict[str, JsonLines] = {}
         for name in ("metrics", "eval", "completions"):
             path = self.run_dir / f"{name}.jsonl"
-            self._files[name] = JsonLines(path, keep_to_step=self._step)
-            if dropped := self._files[name].num_dropped:
+            files[name] = JsonLines(path, keep_to_step=self._step)
+            if dropped := files[name].num_dropped:
                 self.note(f"{path.name}: dropped {dropped} line(s) of steps that this run does again")
+        # what happened in steps that are done again has happened all the same
+        keep_to_step = math.inf if self._step >= 0 else self._step
+        files["notes"] = JsonLines(self.run_dir / "notes.jsonl", keep_to_step=keep_to_step)
+        with self._noting:
+            self._files = files
+            self._write_notes()
         if self._config.tensorboard:
             self._writers.append(TensorBoard(self.run_dir / "tensorboard", keep_to_step=self._step))
+
+    def _write_notes(self) -> None:
+        for at_s, message in self._notes:
+            note = {"step": max(0, self._step), "wall_s": at_s - self._started_s, "note": message}
+            self._files["notes"].append(note)
+        self._notes = []
+
+
+def beyond_text(rollout: Rollout, logprobs: Tensor | None, tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
+    """What is known of a completion besides its text: why it ``ended``; ``messages``, who said what in an episode, from
+    the prompt on; and ``tokens``, the first MAX_SHOWN_TOKENS that were sampled, [text, log-probability] each, if that
+    of every one is known.
+
+    logprobs float [num_sampled], NaN where unknown.
+    """
+    episode = rollout.episode
+    record: dict[str, Any] = {"ended": rollout.finish_reason if episode is None else episode.status}
+    if episode is not None:
+        asked = [{"role": said["role"], "text": said["content"]} for said in rollout.prompt.messages or ()]
+        record["messages"] = [*asked, *said_in(episode)]
+    if logprobs is None or not logprobs.isfinite().all():
+        return record
+    texts = tokenizer.batch_decode([[token] for token in rollout.sampled_ids[:MAX_SHOWN_TOKENS]])
+    values = [round(value, 3) for value in logprobs[:MAX_SHOWN_TOKENS].tolist()]
+    return record | {"tokens": [list(pair) for pair in zip(texts, values, strict=True)]}
+
+
+def said_in(episode: Episode) -> list[dict[str, Any]]:
+    """``role`` and ``text`` of every message after the prompt; of the model's own also ``calls``, its calls of tools as
+    JSON, and ``reward``, where there are any."""
+    rewards, said = iter(episode.turn_rewards), []
+    for message in episode.messages:
+        line: dict[str, Any] = {"role": message["role"], "text": str(message.get("content") or "").rstrip()}
+        if calls := [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls") or ()]:
+            line["calls"] = calls
+        if message["role"] == "assistant" and (reward := next(rewards, 0.0)):
+            line["reward"] = reward
+        said.append(line)
+    return said
 
 
 def conversation(episode: Episode) -> str:
     """``role: what was said``, a paragraph for each message; after the model's own, what its environment gave."""
-    rewards, lines = iter(episode.turn_rewards), []
-    for message in episode.messages:
-        said = [f"{message['role']}: {message.get('content') or ''}".rstrip()]
-        said += [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls") or ()]
-        if message["role"] == "assistant" and (reward := next(rewards, 0.0)):
-            said.append(f"(reward {reward:g})")
-        lines.append("\n".join(said))
-    return "\n\n".join(lines)
+    paragraphs = []
+    for said in said_in(episode):
+        lines = [f"{said['role']}: {said['text']}".rstrip(), *said.get("calls", ())]
+        lines += [f"(reward {said['reward']:g})"] if "reward" in said else []
+        paragraphs.append("\n".join(lines))
+    return "\n\n".join(paragraphs)
 
 
 def as_read(rollout: Rollout, tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -35,7 +35,7 @@ class JsonLines:
     ``num_dropped`` counts them. Raises DataError if the file is not what an earlier run wrote.
     """
 
-    def __init__(self, path: Path, *, keep_to_step: int) -> None:
+    def __init__(self, path: Path, *, keep_to_step: float) -> None:
         self.num_dropped = _drop_after(path, keep_to_step) if path.exists() else 0
         self._file = path.open("a", encoding="utf-8")
 
@@ -47,7 +47,7 @@ class JsonLines:
         self._file.close()
 
 
-def _drop_after(path: Path, step: int) -> int:
+def _drop_after(path: Path, step: float) -> int:
     """Rewrites the file without the lines of later steps, and without a last line cut short by a crash."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     kept = []

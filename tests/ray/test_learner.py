@@ -253,6 +253,9 @@ def test_memory_decides_alike_on_all_ranks_and_refuses_what_does_not_fit(ray_ses
     ask("pretend", 16 << 30)
     lines = ask("check_memory")
     assert all(line is not None and "gradient checkpointing in 0 of 2 layers" in line for line in lines)
+    for predicted in ask("predicted_gib"):
+        assert predicted.keys() == {"learner", "reference", "rollout"}
+        assert f"learner: {predicted['learner']:.1f} GiB of 16.0 predicted" in lines[0]
     ranks.start(config)
     assert ask("decided") == [(1, 0, False, True)] * 2
     ranks.close()

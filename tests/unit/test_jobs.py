@@ -141,7 +141,10 @@ def test_a_run_leaves_its_models_and_a_summary(
     code, told = run(command, [{}])
     assert code == 0
     data = {"train": "task:phrases: 20 prompts of 20 rows", "train-reward": "task:phrases: 8 preference pairs"}
-    assert data[command] in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert data[command] in said
+    assert said.splitlines()[-1] == f"report: {tmp_path / 'run' / 'report.html'}"
+    assert (tmp_path / "run" / "report.html").stat().st_size > 4e6
     exported = [("learner is exported", "model"), *([("critic is exported", "critic")] if command == "train" else [])]
     assert told[0] == ("starts",) and told[-len(exported) - 2 :] == [*exported, ("is measured",), ("ends",)]
     summary = summary_in(tmp_path)
@@ -306,6 +309,7 @@ def test_a_run_that_is_interrupted_saves_and_goes_on_with_the_same_command(
     code, told = run(command, [{2: partial(interrupt, number)}])
     assert code == expected
     assert "stopped after step 3 of 4; the same command resumes from there" in capsys.readouterr().out
+    assert "interrupted" in (tmp_path / "run" / "report.html").read_text().split('<p class="status">')[1][:20]
     summary = summary_in(tmp_path)
     assert (summary["status"], summary["steps"], summary["final_model"]) == ("interrupted", 3, None)
     assert summary["eval_before"] is not None and summary["eval_after"] is None

@@ -160,9 +160,13 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class FakeTracker(Any):  # as much of a Tracker as keep_trying knows
     closed = 0
+    remembered = ""
 
     def close(self) -> None:
         self.closed += 1
+
+    def remember(self, message: str) -> None:
+        self.remembered = message
 
 
 @pytest.mark.parametrize("max_restarts", [0, 1, 3])
@@ -182,6 +186,8 @@ def test_so_many_restarts_and_no_more(tmp_path: Path, max_restarts: int) -> None
             config(f"checkpoint.max_restarts={max_restarts}"), CheckpointStore(tmp_path, keep=1), new_tracker, attempt
         )
     assert [tracker.closed for tracker in trackers] == [1] * (max_restarts + 1)
+    left = [f"restarting from the beginning ({max_restarts - n} restart(s) left): " for n in range(1, max_restarts + 1)]
+    assert [tracker.remembered for tracker in trackers] == ["", *(f"{told}learner[0] died" for told in left)]
 
 
 def test_a_restart_begins_where_the_attempt_before_got_to_whatever_the_first_one_resumed(tmp_path: Path) -> None:

