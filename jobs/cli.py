@@ -117,6 +117,26 @@ def plan(
 
 
 @app.command()
+def data(
+    config: ConfigOption,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option(min=1, help="How many prompts of each source to show and to reward.")] = 3,
+    answer: Annotated[
+        str | None, typer.Option(help="The column with the right answers.", show_default="answer, solution, ...")
+    ] = None,
+) -> None:
+    """Show what a run would read: prompts as the model sees them, lengths, columns, and rewards of known answers.
+
+    Starts no Ray and loads no model. Exit code 2 for a mistake in the data or in a reward function.
+    """
+    settings = read(config, overrides)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from jobs.data import show_data
+
+    show_data(settings, num_rows=rows, answer=answer)
+
+
+@app.command()
 def submit(
     config: ConfigOption,
     address: Annotated[

@@ -27,6 +27,14 @@ def check_families(config: Config) -> None:
             load_model_config(path, key=key, max_tokens=None, trust_remote_code=config.model.trust_remote_code)
 
 
+def load_data(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, PromptSet]:
+    """All prompts of a run by the key that names their source. Raises as ``load_prompts`` does."""
+    tools = tool_schemas(config.environment) if config.environment else ()
+    train = load_prompts(config.data.train, config.data, tokenizer, split="train", seed=config.seed, tools=tools)
+    held_out = {eval_key(name): prompts for name, prompts in load_held_out(config, tokenizer).items()}
+    return {"data.train": train} | held_out
+
+
 def load_held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, PromptSet]:
     """The held-out prompts by the name of their source, '' for data.eval. Raises as ``load_prompts`` does."""
     tools = tool_schemas(config.environment) if config.environment else ()

@@ -52,6 +52,7 @@ class PromptSet:
     columns: Table
     report: PromptReport
     lacking: dict[str, int] = field(default_factory=dict)  # column -> first line of a JSONL file without that key
+    read_lengths: list[int] = field(default_factory=list)  # tokens of every row that was read, over-long ones included
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -116,8 +117,10 @@ def load_prompts(
         _refuse_chat_settings(config, where)
         chats, texts = None, values
     token_ids = _tokenize(texts, tokenizer, add_special_tokens=not is_chat)
-    report = PromptReport(len(token_ids), 0, 0, longest=max(len(ids) for ids in token_ids))
-    return _fit_length(PromptSet(source, texts, token_ids, chats, columns, report, lacking), config, tokenizer, where)
+    lengths = [len(ids) for ids in token_ids]
+    report = PromptReport(len(lengths), 0, 0, longest=max(lengths))
+    whole = PromptSet(source, texts, token_ids, chats, columns, report, lacking, lengths)
+    return _fit_length(whole, config, tokenizer, where)
 
 
 def _check_prompts(prompts: list[Any], where: str) -> bool:

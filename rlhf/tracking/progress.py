@@ -71,6 +71,11 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
+def printable(text: str) -> str:
+    """The text with escapes for what a terminal would interpret, line breaks included."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 class ProgressDisplay:
     """Prints to ``console``; with ``enabled`` False only notes. The live lines appear with the first phase."""
 
@@ -175,6 +180,5 @@ class ProgressDisplay:
         """Beginning and end of a long text; characters that a terminal would interpret or cannot show are escaped."""
         if len(text) > TEXT_WIDTH:
             text = f"{text[: TEXT_WIDTH // 2]} [...] {text[-TEXT_WIDTH // 2 :]}"
-        visible = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
         encoding = self._console.encoding
-        return Text(visible.encode(encoding, "backslashreplace").decode(encoding))
+        return Text(printable(text).encode(encoding, "backslashreplace").decode(encoding))
