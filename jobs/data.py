@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from jobs.validate import check_environment, check_rewards, load_data
-from rlhf.config import Config, require
+from jobs.validate import check_environment, check_rewards, load_held_out, load_training
+from rlhf.config import Config, eval_key, require
 from rlhf.data.prompts import PromptSet
 from rlhf.models.loading import load_tokenizer
 from rlhf.recipes import validate_model
@@ -36,7 +36,9 @@ def show_data(config: Config, *, num_rows: int, answer: str | None, console: Con
     console = console or Console()
     validate_model(config)
     tokenizer = load_tokenizer(config.model)
-    sources = load_data(config, tokenizer)
+    training = load_training(config, tokenizer)
+    held_out = {eval_key(name): prompts for name, prompts in load_held_out(config, tokenizer).items()}
+    sources = training.by_key() | held_out
     for key, prompts in sources.items():
         require(
             answer is None or answer in prompts.columns,
