@@ -233,6 +233,26 @@ def scale(
 
 
 @app.command()
+def status(
+    run: Annotated[
+        str | None, typer.Option(help="A run's directory, or its name.", show_default="the only one on the cluster")
+    ] = None,
+    address: Annotated[
+        str, typer.Option(envvar="RAY_ADDRESS", help="The Ray cluster. auto: the one on this machine.")
+    ] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything known as one line of JSON.")] = False,
+    watch: Annotated[
+        float | None,
+        typer.Option(min=0.5, help="Again every so many seconds, until the run ends.", show_default="once"),
+    ] = None,
+) -> None:
+    """Show how a run goes: step, reward, phase, time left, workers; or how it ended, from its directory."""
+    from jobs.status import status as show
+
+    show(run, address=address, as_json=as_json, every_s=watch)
+
+
+@app.command()
 def doctor(
     address: Annotated[
         str | None,

@@ -10,6 +10,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from actors.cluster import Cluster
 from actors.connect import connect
+from actors.metrics import RayMetrics
 from jobs.restarts import keep_trying
 from jobs.runs import (
     begin,
@@ -67,7 +68,10 @@ def train_holding(lock: RunLock, config: Config) -> dict[str, Any]:
     notes = [*prompts.summary(), *check_environment(config, tokenizer, by_key)]
     this_run = describe_run(config, tokenizer, data=prompts.fingerprint(), num_steps=config.num_steps)
     run_dir = begin(config, checkpoints, state, this_run)
-    new_tracker = partial(Tracker, config.tracking, run_dir, num_steps=config.num_steps, tokenizer=tokenizer)
+    writers = [RayMetrics(config.name)]
+    new_tracker = partial(
+        Tracker, config.tracking, run_dir, num_steps=config.num_steps, tokenizer=tokenizer, writers=writers
+    )
     held_out = {name: data.all() for name, data in eval_sets.items()}
     data = {"prompts": prompts, "held_out": held_out}
     once = partial(attempt, tokenizer=tokenizer, **data, checkpoints=checkpoints, notes=notes)
@@ -92,7 +96,7 @@ def attempt(
     tracker.note(f"{config.name}: on the Ray cluster at {ray.get_runtime_context().gcs_address}")
     for note in notes:
         tracker.note(note)
-    with started(Cluster(config, tracker.note), tracker) as cluster:
+    with started(Cluster(config, tracker.note, tracker.progress), tracker) as cluster:
         driver = make_driver(
             config, cluster, prompts=prompts, held_out=held_out, tracker=tracker, checkpoints=checkpoints
         )
