@@ -61,7 +61,7 @@ class ControlActor:
         """(state of each worker, wanted workers by kind)."""
         return self._pool["workers"], dict(self._wanted)
 
-    def report(self) -> dict[str, Any]:
+    def progress(self) -> dict[str, Any]:
         """The run's progress, the ``pool``'s state, what is ``wanted``, and how old that is: ``age_s`` seconds."""
         age_s = time.monotonic() - self._heard_s
         return {**self._progress, "pool": self._pool, "wanted": dict(self._wanted), "age_s": age_s}

@@ -82,7 +82,7 @@ class Looker:
         with joined(self._address):
             if self._name is None:
                 self._name = only(running())
-            report = ask(find_run(self._name).report.remote())
+            report = ask(find_run(self._name).progress.remote())
             roles = role_health(self._name)
         return from_report(self._name, report) | {"roles": {name: role.as_json() for name, role in roles.items()}}
 

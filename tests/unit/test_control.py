@@ -112,7 +112,7 @@ def test_who_asks_reads_what_the_run_left_and_how_old_it_is(monkeypatch: pytest.
     clock = Clock(monkeypatch)
     mailbox = ControlActor({"default": 1}, None, {"step": 0, "phase": "start"})
     clock.now_s += 7
-    assert mailbox.report() == {
+    assert mailbox.progress() == {
         "step": 0,
         "phase": "start",
         "pool": {"workers": []},
@@ -121,7 +121,7 @@ def test_who_asks_reads_what_the_run_left_and_how_old_it_is(monkeypatch: pytest.
     }
     mailbox.exchange(POOL, {"default": 2}, {"step": 5})
     clock.now_s += 2
-    assert mailbox.report() == {"step": 5, "pool": POOL, "wanted": {"default": 2}, "age_s": 2}
+    assert mailbox.progress() == {"step": 5, "pool": POOL, "wanted": {"default": 2}, "age_s": 2}
 
 
 def test_a_run_leaves_its_progress_with_its_pools_state(mailboxes: Mailboxes) -> None:
