@@ -159,10 +159,15 @@ class ActorCluster:
 class Cluster(ActorCluster):
     """The actors of reinforcement learning: policy and critic, the models that score, rewards, and the rollout pool."""
 
-    def __init__(self, config: Config, note: Callable[[str], None] = print) -> None:
-        """``note`` reports to the user what happens to rollout workers."""
+    def __init__(
+        self,
+        config: Config,
+        note: Callable[[str], None] = print,
+        progress: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
+        """``note`` reports to the user what happens to rollout workers; ``progress``: see ``RunControl``."""
         super().__init__(config)
-        self._note = note
+        self._note, self._progress = note, progress
         self._devices: dict[tuple[str, tuple[int, ...]], str] = {}  # of engines that span GPUs, by group and bundles
 
     def _env(self, role: str, slot: Slot) -> dict[str, str]:
@@ -223,7 +228,7 @@ class Cluster(ActorCluster):
             config, self.topology, self._placement, lambda s: self._env("rollout", s), self._worker_spec, VllmEngine
         )
         wanted = {kind: settings.num_workers for kind, (settings, _) in config.rollout.kinds().items()}
-        control = RunControl(config.name, wanted, most=factory.num_places, note=self._note)
+        control = RunControl(config.name, wanted, most=factory.num_places, note=self._note, progress=self._progress)
         self._stack.callback(control.close)
         pool = RolloutPool(config, factory, control, shares_gpus=self._shares_gpus, note=self._note)
         self._stack.callback(pool.close)

@@ -1,4 +1,4 @@
-"""How other processes reach a run: a named actor that takes scaling requests and shows the pool's state."""
+"""How other processes reach a run: a named actor that takes scaling requests and shows how the run goes."""
 
 import time
 from collections.abc import Callable
@@ -30,11 +30,16 @@ def no_room(num_workers: int, most: int | None) -> str | None:
 
 
 class ControlActor:
-    """A mailbox: `rlhf scale` leaves requests; the run's pool collects them and leaves its state."""
+    """A mailbox: `rlhf scale` leaves requests; the run's pool collects them and leaves its state, and the run's.
 
-    def __init__(self, wanted: dict[str, int], most: int | None) -> None:
+    Who asks how the run goes is answered from here, so however many ask, the run does not notice.
+    """
+
+    def __init__(self, wanted: dict[str, int], most: int | None, progress: dict[str, Any]) -> None:
+        """``progress``: the run's, from ``Tracker.progress``."""
         self._wanted, self._changed, self._most = dict(wanted), False, most
-        self._status: list[dict[str, Any]] = []
+        self._pool: dict[str, Any] = {"workers": []}
+        self._progress, self._heard_s = progress, time.monotonic()
 
     def scale(self, kind: str, num_workers: int) -> None:
         """Raises ConfigError for a kind that the run does not have, or more workers than it has places for."""
@@ -44,24 +49,39 @@ class ControlActor:
             raise ConfigError(f"--rollout-workers={num_workers}: {why}")
         self._wanted[kind], self._changed = num_workers, True
 
-    def exchange(self, status: list[dict[str, Any]], wanted: dict[str, int]) -> dict[str, int]:
-        """The pool's side: leaves its state and its own targets; returns what was requested since the last call."""
-        self._status = status
+    def exchange(self, pool: dict[str, Any], wanted: dict[str, int], progress: dict[str, Any]) -> dict[str, int]:
+        """The run's side: leaves its state, the pool's, and its targets; returns what was requested since the last
+        call."""
+        self._pool, self._progress, self._heard_s = pool, progress, time.monotonic()
         asked, self._changed = (dict(self._wanted) if self._changed else {}), False
         self._wanted = wanted | asked
         return asked
 
     def look(self) -> tuple[list[dict[str, Any]], dict[str, int]]:
         """(state of each worker, wanted workers by kind)."""
-        return self._status, dict(self._wanted)
+        return self._pool["workers"], dict(self._wanted)
+
+    def progress(self) -> dict[str, Any]:
+        """The run's progress, the ``pool``'s state, what is ``wanted``, and how old that is: ``age_s`` seconds."""
+        age_s = time.monotonic() - self._heard_s
+        return {**self._progress, "pool": self._pool, "wanted": dict(self._wanted), "age_s": age_s}
 
 
 class RunControl:
     """The run's end of the mailbox. A mailbox that dies is replaced."""
 
-    def __init__(self, run: str, wanted: dict[str, int], *, most: int | None, note: Callable[[str], None]) -> None:
-        """``most``: places for workers; None: any number. Raises ConfigError if the cluster has a run of this name."""
-        self._run, self._most, self._note = run, most, note
+    def __init__(
+        self,
+        run: str,
+        wanted: dict[str, int],
+        *,
+        most: int | None,
+        note: Callable[[str], None],
+        progress: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
+        """``most``: places for workers; None: any number; ``progress`` says how the run goes, at once and from any
+        thread. Raises ConfigError if the cluster has a run of this name."""
+        self._run, self._most, self._note, self._progress = run, most, note, progress
         self._exchange: ray.ObjectRef | None = None
         self._next_exchange_s = 0.0
         try:
@@ -75,10 +95,13 @@ class RunControl:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options: dict[str, Any] = {"name": control_name(self._run), "namespace": NAMESPACE, "num_cpus": 0}
         remote = ray.remote(ControlActor).options(**options, scheduling_strategy=here)
-        return remote.remote(wanted, self._most)
+        return remote.remote(wanted, self._most, self._progress())
 
-    def poll(self, status: Callable[[], list[dict[str, Any]]], wanted: dict[str, int]) -> dict[str, int]:
-        """Requested workers by kind, if any. Never waits; contacts the actor every EXCHANGE_EVERY_S."""
+    def poll(self, pool: Callable[[], dict[str, Any]], wanted: dict[str, int]) -> dict[str, int]:
+        """Requested workers by kind, if any. Never waits; contacts the actor every EXCHANGE_EVERY_S.
+
+        ``pool``: its state, with a list of ``workers`` and whatever else is to be shown.
+        """
         now = time.monotonic()
         if self._exchange is not None and ray.wait([self._exchange], timeout=0)[0]:
             exchange, self._exchange = self._exchange, None
@@ -87,7 +110,7 @@ class RunControl:
             except RayActorError:
                 self._replace(wanted)
         elif self._exchange is None and now >= self._next_exchange_s:
-            self._exchange = self._actor.exchange.remote(status(), wanted)
+            self._exchange = self._actor.exchange.remote(pool(), wanted, self._progress())
             self._next_exchange_s = now + EXCHANGE_EVERY_S
         return {}
 
@@ -107,15 +130,18 @@ class RunControl:
         ray.kill(self._actor)
 
 
+def running() -> list[str]:
+    """The names of the runs on the cluster that this process is connected to."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return [actor["name"].removeprefix("control-") for actor in actors if actor["namespace"] == NAMESPACE]
+
+
 def find_run(run: str) -> Any:
     """The control actor of a run on the cluster that this process is connected to. Raises ConfigError."""
     try:
         return ray.get_actor(control_name(run), namespace=NAMESPACE)
     except ValueError as error:
-        actors = ray.util.list_named_actors(all_namespaces=True)
-        names = [a["name"].removeprefix("control-") for a in actors if a["namespace"] == NAMESPACE]
-        running = ", ".join(names) or "none"
         raise ConfigError(
-            f"--run={run}: no such run on this cluster; running now: {running}. Each run prints the address of its "
-            "cluster, for --address"
+            f"--run={run}: no such run on this cluster; running now: {', '.join(running()) or 'none'}. Each run prints "
+            "the address of its cluster, for --address"
         ) from error

@@ -117,6 +117,26 @@ def plan(
 
 
 @app.command()
+def data(
+    config: ConfigOption,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option(min=1, help="How many prompts of each source to show and to reward.")] = 3,
+    answer: Annotated[
+        str | None, typer.Option(help="The column with the right answers.", show_default="answer, solution, ...")
+    ] = None,
+) -> None:
+    """Show what a run would read: prompts as the model sees them, lengths, columns, and rewards of known answers.
+
+    Starts no Ray and loads no model. Exit code 2 for a mistake in the data or in a reward function.
+    """
+    settings = read(config, overrides)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from jobs.data import show_data
+
+    show_data(settings, num_rows=rows, answer=answer)
+
+
+@app.command()
 def submit(
     config: ConfigOption,
     address: Annotated[
@@ -210,6 +230,26 @@ def scale(
     from jobs.scale import scale as change
 
     change(run, kind=kind, num_workers=rollout_workers, address=address, timeout_s=timeout_s)
+
+
+@app.command()
+def status(
+    run: Annotated[
+        str | None, typer.Option(help="A run's directory, or its name.", show_default="the only one on the cluster")
+    ] = None,
+    address: Annotated[
+        str, typer.Option(envvar="RAY_ADDRESS", help="The Ray cluster. auto: the one on this machine.")
+    ] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything known as one line of JSON.")] = False,
+    watch: Annotated[
+        float | None,
+        typer.Option(min=0.5, help="Again every so many seconds, until the run ends.", show_default="once"),
+    ] = None,
+) -> None:
+    """Show how a run goes: step, reward, phase, time left, workers; or how it ended, from its directory."""
+    from jobs.status import status as show
+
+    show(run, address=address, as_json=as_json, every_s=watch)
 
 
 @app.command()

@@ -84,7 +84,14 @@ def wait_until_live(control: Any, run: str, kind: str, num_workers: int, timeout
 def show(run: str, status: Status, wanted: dict[str, int]) -> None:
     """Prints the pool as a table."""
     counts = ", ".join(f"{count} {kind}" for kind, count in wanted.items())
-    table = Table("worker", "kind", "state", "node", "weights", "samples", title=f"{run}: wants {counts}")
+    table = worker_table(status)
+    table.title = f"{run}: wants {counts}"
+    Console().print(table)
+
+
+def worker_table(status: Status) -> Table:
+    """The rollout workers, one in a row."""
+    table = Table("worker", "kind", "state", "node", "weights", "samples")
     for worker in status:
         table.add_row(*(str(worker[key]) for key in ("worker", "kind", "state", "node", "version", "samples")))
-    Console().print(table)
+    return table

@@ -10,6 +10,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from actors.cluster import Cluster
 from actors.connect import connect
+from actors.metrics import RayMetrics
 from jobs.restarts import keep_trying
 from jobs.runs import (
     begin,
@@ -22,16 +23,15 @@ from jobs.runs import (
     stops_at_step_end,
     summarise,
 )
-from jobs.validate import check_environment, check_families, check_rewards, load_held_out
+from jobs.validate import check_environment, check_families, check_rewards, load_held_out, load_training
 from rlhf.algorithms import check_algorithm, make_algorithm
 from rlhf.batch import Prompt
 from rlhf.checkpoint import CheckpointStore
 from rlhf.checks.gate import SamplingGate
 from rlhf.config import Config, eval_key
+from rlhf.data.mixture import Mixture
 from rlhf.data.prompt_stream import PromptStream
-from rlhf.data.prompts import PromptSet, load_prompts
 from rlhf.driver import Driver
-from rlhf.environments import tool_schemas
 from rlhf.models.loading import load_tokenizer
 from rlhf.planning.shapes import ModelShape
 from rlhf.recipes import validate_model
@@ -62,15 +62,17 @@ def train_holding(lock: RunLock, config: Config) -> dict[str, Any]:
     check_algorithm(config.algorithm)
     checkpoints = CheckpointStore(config.run_dir, keep=config.checkpoint.keep, lock=lock)
     config, state = find_start(config, checkpoints)
-    tools = tool_schemas(config.environment) if config.environment else ()
-    prompts = load_prompts(config.data.train, config.data, tokenizer, split="train", seed=config.seed, tools=tools)
+    prompts = load_training(config, tokenizer)
     eval_sets = load_held_out(config, tokenizer)
-    by_key = {"data.train": prompts} | {eval_key(name): held_out for name, held_out in eval_sets.items()}
+    by_key = prompts.by_key() | {eval_key(name): held_out for name, held_out in eval_sets.items()}
     check_rewards(config, by_key)
-    notes = [prompts.summary(), *check_environment(config, tokenizer, by_key)]
+    notes = [*prompts.summary(), *check_environment(config, tokenizer, by_key)]
     this_run = describe_run(config, tokenizer, data=prompts.fingerprint(), num_steps=config.num_steps)
     run_dir = begin(config, checkpoints, state, this_run)
-    new_tracker = partial(Tracker, config.tracking, run_dir, num_steps=config.num_steps, tokenizer=tokenizer)
+    writers = [RayMetrics(config.name)]
+    new_tracker = partial(
+        Tracker, config.tracking, run_dir, num_steps=config.num_steps, tokenizer=tokenizer, writers=writers
+    )
     held_out = {name: data.all() for name, data in eval_sets.items()}
     data = {"prompts": prompts, "held_out": held_out}
     once = partial(attempt, tokenizer=tokenizer, **data, checkpoints=checkpoints, notes=notes)
@@ -85,7 +87,7 @@ def attempt(
     tracker: Tracker,
     *,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: PromptSet,
+    prompts: Mixture,
     held_out: Mapping[str, Sequence[Prompt]],
     checkpoints: CheckpointStore,
     notes: Sequence[str],
@@ -97,7 +99,7 @@ def attempt(
     tracker.note(f"{config.name}: on the Ray cluster at {ray.get_runtime_context().gcs_address}")
     for note in notes:
         tracker.note(note)
-    with started(Cluster(config, tracker.note), tracker) as cluster:
+    with started(Cluster(config, tracker.note, tracker.progress), tracker) as cluster:
         driver = make_driver(
             config, cluster, prompts=prompts, held_out=held_out, tracker=tracker, checkpoints=checkpoints
         )
@@ -115,7 +117,7 @@ def make_driver(
     config: Config,
     cluster: Cluster,
     *,
-    prompts: PromptSet,
+    prompts: Mixture,
     held_out: Mapping[str, Sequence[Prompt]],
     tracker: Tracker,
     checkpoints: CheckpointStore,

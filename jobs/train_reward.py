@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from actors.connect import connect
+from actors.metrics import RayMetrics
 from actors.reward_training import RewardTrainingCluster
 from jobs.restarts import keep_trying
 from jobs.runs import (
@@ -53,7 +54,8 @@ def train_holding(lock: RunLock, config: RewardTrainingConfig) -> dict[str, Any]
     check_warmup(config, num_steps)
     this_run = describe_run(config, tokenizer, data=train.fingerprint(), num_steps=num_steps)
     run_dir = begin(config, checkpoints, state, this_run)
-    new_tracker = partial(Tracker, config.tracking, run_dir, num_steps=num_steps, tokenizer=tokenizer)
+    writers = [RayMetrics(config.name)]
+    new_tracker = partial(Tracker, config.tracking, run_dir, num_steps=num_steps, tokenizer=tokenizer, writers=writers)
     once = partial(attempt, tokenizer=tokenizer, train=train, held_out=held_out, checkpoints=checkpoints)
     with connect(config), ends_on_sigterm():
         summary = keep_trying(config, checkpoints, new_tracker, once)

@@ -1,10 +1,12 @@
 """Finds mistakes in a run's models and reward functions before Ray starts."""
 
 from collections.abc import Mapping
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf.config import Config, eval_key
+from rlhf.config import Config, eval_key, train_key
+from rlhf.data.mixture import Mixture
 from rlhf.data.prompts import PromptSet, load_prompts
 from rlhf.environments import EpisodeRunner, load_environment, tool_schemas
 from rlhf.errors import DataError
@@ -27,13 +29,27 @@ def check_families(config: Config) -> None:
             load_model_config(path, key=key, max_tokens=None, trust_remote_code=config.model.trust_remote_code)
 
 
-def load_held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, PromptSet]:
-    """The held-out prompts by the name of their source, '' for data.eval. Raises as ``load_prompts`` does."""
+def load_training(config: Config, tokenizer: PreTrainedTokenizerBase) -> Mixture:
+    """The prompts to train on. Raises as ``load_prompts`` and ``Mixture`` do."""
     tools = tool_schemas(config.environment) if config.environment else ()
+    sources = config.data.train_sources()
+    load = partial(load_prompts, config=config.data, tokenizer=tokenizer, split="train", seed=config.seed, tools=tools)
+    return Mixture(
+        {name: load(source.path, key=train_key(name), name=name) for name, source in sources.items()},
+        {name: source.weight for name, source in sources.items()},
+        config.data.curriculum,
+    )
+
+
+def load_held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, PromptSet]:
+    """The held-out prompts by the name of their source, '' for data.eval. Raises as ``load_prompts`` does.
+
+    Where rows to train on carry the name of their source, so do these.
+    """
+    tools = tool_schemas(config.environment) if config.environment else ()
+    load = partial(load_prompts, config=config.data, tokenizer=tokenizer, split="eval", seed=config.seed, tools=tools)
     return {
-        name: load_prompts(
-            source, config.data, tokenizer, split="eval", seed=config.seed, key=eval_key(name), tools=tools
-        )
+        name: load(source, key=eval_key(name), name=(name or "eval") if config.data.mixture else "")
         for name, source in config.data.eval_sources().items()
     }
 

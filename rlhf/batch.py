@@ -28,6 +28,7 @@ class Prompt:
 
     ``id`` is unique over a run (epoch included), so a rollout can be traced to its row. ``messages`` is the chat if the
     prompt is one, else None; ``text`` is what was tokenised. ``columns`` holds the row's other columns for rewards.
+    ``source`` is the name of its source in a mixture, '' if there is only one.
     """
 
     id: int
@@ -35,6 +36,7 @@ class Prompt:
     text: str
     messages: list[dict[str, str]] | None = None
     columns: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
 
 
 Status = Literal["done", "length", "context", "turns", "timeout", "failed"]

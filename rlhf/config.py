@@ -67,6 +67,11 @@ def eval_key(name: str) -> str:
     return f"data.extra_eval.{name}" if name else "data.eval"
 
 
+def train_key(name: str) -> str:
+    """The key that holds the source of prompts of this name."""
+    return f"data.mixture.{name}" if name else "data.train"
+
+
 def require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
@@ -99,11 +104,24 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class SourceConfig:
+    """One of several sources of prompts."""
+
+    path: str = MISSING
+    # its share of the prompts is this, divided by the sum of all weights
+    weight: Annotated[float, Bounds(above=0, max=1_000_000, interval=True)] = 1.0
+
+
+@dataclass(frozen=True)
 class DataConfig(Section, key="data"):
     """Prompts. A source is ``task:NAME``, a ``.jsonl`` or ``.csv`` file (both also ``.gz`` or ``.zst``), a ``.parquet``
     file, or a directory saved by ``datasets``."""
 
-    train: str = MISSING
+    train: str | None = None
+    # in place of train: several sources by name, each with a weight; rows carry the name as column data_source
+    mixture: dict[str, SourceConfig] = field(default_factory=dict)
+    # a column of numbers: the first epoch over a source takes its rows in ascending order; later ones as shuffle says
+    curriculum: str | None = None
     eval: str | None = None  # None: no evaluation
     extra_eval: dict[str, str] = field(default_factory=dict)  # more sources, by name: their metrics are eval/NAME/...
     eval_size: PositiveInt = 128  # at most this many held-out prompts of each source
@@ -122,11 +140,21 @@ class DataConfig(Section, key="data"):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_date("data.date", self.date)
-        wrong = next((name for name in self.extra_eval if not name or "/" in name), None)
         require(
-            wrong is None,
-            f"data.extra_eval: {wrong!r} names metrics eval/NAME/...; use a name that is not empty, without a slash",
+            self.train is None or not self.mixture,
+            f"data.train={self.train} and data.mixture are both set; make that source one of data.mixture, and "
+            "data.train null",
         )
+        for key, metrics in {"extra_eval": "eval/NAME/...", "mixture": "reward/by_source/NAME"}.items():
+            wrong = next((name for name in getattr(self, key) if not name or "/" in name), None)
+            require(
+                wrong is None,
+                f"data.{key}: {wrong!r} names metrics {metrics}; use a name that is not empty, without a slash",
+            )
+
+    def train_sources(self) -> dict[str, SourceConfig]:
+        """All sources of prompts to train on by name; '' is the name of ``train``."""
+        return self.mixture if self.train is None else {"": SourceConfig(self.train)}
 
     def eval_sources(self) -> dict[str, str]:
         """All held-out sources by name; '' is the name of ``eval``."""
@@ -665,6 +693,10 @@ class Config(Section, key=""):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.model.require_device(self.placement.device)
+        require(
+            bool(self.data.train_sources()),
+            "data.train: no value given, and there is no default; set it, or data.mixture for several sources",
+        )
         require(
             self.rollout.num_workers > 0,
             f"rollout.num_workers={self.rollout.num_workers} must be at least 1: a run starts with default workers",

@@ -15,7 +15,7 @@ from rlhf.evaluation import evaluate
 from rlhf.roles import Metrics, Roles, Trained
 from rlhf.run import Run, Stateful
 from rlhf.stream import Batch, GroupStream
-from rlhf.tracking import Roofline, rollout_metrics
+from rlhf.tracking import Roofline, rollout_metrics, source_metrics
 
 
 @dataclass(kw_only=True)
@@ -127,7 +127,7 @@ class Driver(Run[Config]):
         """One line of metrics, and a table of completions every few steps."""
         rollouts, rewards = sampled.rollouts, sampled.scores.rewards
         metrics |= rollout_metrics(rollouts, sampled.scores, group_size=self.config.algorithm.group_size)
-        metrics |= self.staleness(batch)
+        metrics |= source_metrics(rollouts, rewards) | self.staleness(batch)
         metrics |= self.roofline.figures(
             batch,
             self.tracker.step_phases,

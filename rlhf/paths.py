@@ -42,6 +42,7 @@ def with_full_paths(config: AnyConfig, base: Path) -> AnyConfig:
         "run_dir": full,
         "checkpoint.resume": lambda path: path if path in ("auto", "none") else full(path),
         "data.train": data,
+        "data.mixture": lambda sources: {n: replace(source, path=data(source.path)) for n, source in sources.items()},
         "data.eval": data,
         "data.extra_eval": lambda sources: {name: data(source) for name, source in sources.items()},
         **dict.fromkeys(("model.path", "critic.path", "reference.path", "reward.model.path"), model),

@@ -99,11 +99,11 @@ RULES = (
         "tell",
         "the contents, or the resulting tokens, are compared instead: FINGERPRINTS",
         """
-        model.path critic.path data.train data.task_args data.prompt_column data.system_prompt data.chat_template_kwargs
-        data.date data.max_prompt_tokens data.overlong_prompts data.max_tokens
+        model.path critic.path data.train data.mixture data.task_args data.prompt_column data.system_prompt
+        data.chat_template_kwargs data.date data.max_prompt_tokens data.overlong_prompts data.max_tokens
         """,
     ),
-    Rule("refuse", "the order of the data and all samples depend on it", "seed data.shuffle"),
+    Rule("refuse", "the order of the data and all samples depend on it", "seed data.shuffle data.curriculum"),
     Rule("refuse", "the checkpoint holds weights and optimizer state of that type", "model.dtype"),
     Rule("refuse", "the checkpoint holds those adapters", "learner.lora.*"),
     Rule(
@@ -143,7 +143,7 @@ FINGERPRINTS = {
     "tokenizer": "vocabulary, added tokens and chat template of model.path",
     "model": "config.json of model.path",
     "critic": "config.json of critic.path",
-    "data": "the prompts, or pairs, of data.train as tokens",
+    "data": "the prompts, or pairs, of data.train as tokens; with data.mixture also the weights",
 }
 UNSET = "unset"
 
@@ -254,7 +254,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tup
         was, now = before.get(key, UNSET), after.get(key, UNSET)
         if was == now or (key in PATHS and _same_path(was, now)):
             continue
-        if was == UNSET and (now is None or now is False):
+        if was == UNSET and (now is None or now is False or now == {}):
             continue  # an unused key that the checkpoint's version did not have
         if key.startswith("critic.") and not ALGORITHMS[after["algorithm.name"]].critic:
             continue  # there is no critic

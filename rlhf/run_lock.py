@@ -111,7 +111,7 @@ class RunLock:
             alive = holder.is_running
         else:
             self._note(f"{self.directory}: held by {holder or 'somebody'}; {SILENT_S:g} s for a sign of life")
-            alive = self._shows_life()
+            alive = shows_life(self.directory, SILENT_S)
         if alive:
             raise ConfigError(
                 f"run_dir={self.directory}: another run is using it ({read_holder(self.directory) or 'just started'}); "
@@ -129,14 +129,16 @@ class RunLock:
             return
         self._note(f"{self.directory}: taken over from {holder or 'somebody'}, which has ended")
 
-    def _shows_life(self) -> bool:
-        """Watches for SILENT_S. A lock that goes away shows life, too: its holder has just ended."""
-        first, ends_s = _version(self._path), time.monotonic() + SILENT_S
-        while time.monotonic() < ends_s:
-            time.sleep(1.0)
-            if _version(self._path) != first:
-                return True
-        return False
+
+def shows_life(run_dir: str | Path, for_s: float) -> bool:
+    """Watches a run's lock for so many seconds. One that goes away shows life, too: its holder has just ended."""
+    path = Path(run_dir) / NAME
+    first, ends_s = _version(path), time.monotonic() + for_s
+    while time.monotonic() < ends_s:
+        time.sleep(1.0)
+        if _version(path) != first:
+            return True
+    return False
 
 
 def read_holder(run_dir: str | Path) -> Holder | None:

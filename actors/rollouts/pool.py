@@ -331,6 +331,7 @@ class RolloutPool:
             "pool/live_workers": float(len(live)),
             "pool/wanted_workers": float(sum(self._supervisor.targets.values())),
             "pool/replaced_workers": float(self._supervisor.num_replaced),
+            "pool/queued_groups": float(len(self._scheduler.queue)),
             "pool/busy_s": load.busy_worker_s / max(1, len(live)),
             "pool/idle_fraction": load.idle_fraction,
             "pool/wait_fraction": load.wait_fraction,
@@ -372,7 +373,7 @@ class RolloutPool:
         """Keeps the pool at its size, hands out work, and takes requests to scale."""
         self._looked_s = time.monotonic()
         self._load.looked(self._supervisor.count_time, driver_waits=self._driver_waits)
-        for kind, count in self._control.poll(self._supervisor.status, dict(self._supervisor.targets)).items():
+        for kind, count in self._control.poll(self._state, dict(self._supervisor.targets)).items():
             self.scale(kind, count, "requested by rlhf scale")
         self._supervisor.reconcile(asleep=self._asleep, may_start=self._may_start)
         if self._environments:
@@ -380,6 +381,18 @@ class RolloutPool:
         if self._driver_waits and self._scheduler.version >= 0 and (joining := self._scheduler.in_state(State.SYNCING)):
             self._sync(joining)
         self._dispatch()
+
+    def _state(self) -> dict[str, Any]:
+        """What `rlhf scale` and `rlhf status` show."""
+        return {
+            "workers": self._supervisor.status(),
+            "version": self._scheduler.version,
+            "queued_groups": len(self._scheduler.queue),
+            "unfinished_groups": len(self._groups),
+            "replaced_workers": self._supervisor.num_replaced,
+            "asleep": self._asleep,
+            "episodes": self._environments.describe() if self._environments else None,
+        }
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -1,28 +1,31 @@
-"""A set's prompts in an order set by the seed, epoch after epoch, resumable at any position."""
+"""A run's prompts in an order set by the seed, epoch after epoch, resumable at any position."""
 
-from random import Random
 from typing import Any
 
 from rlhf.batch import Prompt
+from rlhf.data.mixture import Mixture, Schedule
 from rlhf.data.prompts import PromptSet
 from rlhf.errors import CheckpointError
 
 
 class PromptStream:
-    """An endless stream of prompts, each epoch in its own order, set by seed and epoch.
+    """An endless stream of prompts of one set, or of several in proportion to their weights (``Schedule``).
 
-    A prompt's id is its position in the stream: epoch x len(prompts) + its place in the epoch. So ids are unique over a
-    run, and a resumed stream continues with the ids that an uninterrupted one would have given.
+    Each set has epochs of its own, each in its own order (``Mixture.order``). A prompt's id is its position in the
+    stream; with one set that is epoch x len(prompts) + its place in the epoch. So ids are unique over a run, and a
+    resumed stream continues with the ids that an uninterrupted one would have given.
     """
 
-    def __init__(self, prompts: PromptSet, *, shuffle: bool, seed: int) -> None:
-        assert len(prompts), "load_prompts never returns an empty set"
-        self.prompts = prompts
+    def __init__(self, prompts: PromptSet | Mixture, *, shuffle: bool, seed: int) -> None:
+        self.prompts = Mixture.of_one(prompts) if isinstance(prompts, PromptSet) else prompts
+        assert all(map(len, self.prompts.sets.values())), "load_prompts never returns an empty set"
         self.shuffle = shuffle
         self.seed = seed
         self.position = 0  # prompts taken so far
-        self._fingerprint = prompts.fingerprint()
-        self._epoch, self._order = 0, self._order_of(0)
+        self._names = list(self.prompts.sets)
+        self._schedule = Schedule(list(self.prompts.weights.values()))
+        self._fingerprint = self.prompts.fingerprint()
+        self._orders: dict[str, tuple[int, list[int]]] = {}  # of each set the epoch in progress, and its order
 
     def take(self, n: int) -> list[Prompt]:
         """The next ``n`` prompts."""
@@ -30,22 +33,18 @@ class PromptStream:
 
     def at(self, position: int) -> Prompt:
         """The prompt with the id ``position``, whether taken or not."""
-        epoch, place = divmod(position, len(self.prompts))
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._order_of(epoch)
-        return self.prompts.prompt(self._order[place], id=position)
+        source, drawn = self._schedule.at(position)
+        name = self._names[source]
+        prompts = self.prompts.sets[name]
+        epoch, place = divmod(drawn, len(prompts))
+        if name not in self._orders or self._orders[name][0] != epoch:
+            self._orders[name] = epoch, self.prompts.order(name, epoch, shuffle=self.shuffle, seed=self.seed)
+        return prompts.prompt(self._orders[name][1][place], id=position)
 
     def _next(self) -> Prompt:
         prompt = self.at(self.position)
         self.position += 1
         return prompt
-
-    def _order_of(self, epoch: int) -> list[int]:
-        """The row at each place of an epoch."""
-        order = list(range(len(self.prompts)))
-        if self.shuffle:
-            Random(f"{self.seed}/{epoch}").shuffle(order)
-        return order
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what it refers to; JSON types."""
@@ -64,7 +63,7 @@ class PromptStream:
         for key, ours in self._identity().items():
             if state.get(key) != ours:
                 raise CheckpointError(
-                    f"the checkpoint's data position does not fit data.train={self.prompts.source}: {key} was "
+                    f"the checkpoint's data position does not fit {self.prompts}: {key} was "
                     f"{state.get(key)} (of {state.get('source')}) and is now {ours}; resume with the data, prompt "
                     "settings and seed of that run, or start over with checkpoint.resume=none"
                 )

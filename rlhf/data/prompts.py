@@ -28,6 +28,7 @@ from rlhf.errors import ConfigError, DataError, one_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+SOURCE_COLUMN = "data_source"  # as verl calls it
 TOKENIZE_ROWS = 10_000  # rows per call, to bound memory
 
 
@@ -52,6 +53,8 @@ class PromptSet:
     columns: Table
     report: PromptReport
     lacking: dict[str, int] = field(default_factory=dict)  # column -> first line of a JSONL file without that key
+    read_lengths: list[int] = field(default_factory=list)  # tokens of every row that was read, over-long ones included
+    name: str = ""  # among the sources of a mixture; '': it is the only one
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -63,6 +66,7 @@ class PromptSet:
             text=self.texts[row],
             messages=None if self.chats is None else self.chats[row],
             columns={name: values[row] for name, values in self.columns.items()},
+            source=self.name,
         )
 
     def all(self) -> list[Prompt]:
@@ -93,21 +97,26 @@ def load_prompts(
     split: Split,
     seed: int,
     key: str | None = None,
+    name: str = "",
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> PromptSet:
     """Reads ``source``, applies the chat template to chats, tokenises, and drops or truncates over-long prompts.
 
     Plain prompts get the tokenizer's special tokens; a chat gets those of its template only. ``split='eval'`` keeps the
     first ``data.eval_size`` rows. ``seed`` affects only built-in tasks; ``tools`` are schemas that chats tell of;
-    ``key``: where the configuration names the source, for errors (None: data.train or data.eval). Raises DataError if
-    the source cannot be read or has no usable prompt, ConfigError if ``config`` does not fit it.
+    ``key``: where the configuration names the source, for errors (None: data.train or data.eval); ``name``: the
+    source's in a mixture, which its rows carry as column ``data_source`` if they have none. Raises DataError if the
+    source cannot be read or has no usable prompt, ConfigError if ``config`` does not fit it.
     """
     where = f"{key or f'data.{split}'}={source}"
-    if config.task_args and all(task_name(s or "") is None for s in (source, config.train, config.eval)):
+    named = (source, config.eval, *(train.path for train in config.train_sources().values()))
+    if config.task_args and all(task_name(s or "") is None for s in named):
         raise ConfigError(f"data.task_args is set, but {where} is not a built-in task; unset it, or use task:NAME")
     table, lacking = read_table(source, config, split=split, seed=seed, where=where)
     prompt_column = config.prompt_column if task_name(source) is None else "prompt"
     values, columns = split_columns(table, prompt_column, where)
+    if name:
+        columns.setdefault(SOURCE_COLUMN, [name] * len(values))
     is_chat = _check_prompts(values, where)
     if is_chat:
         chats = [_with_system_prompt(plain_messages(chat), config.system_prompt) for chat in values]
@@ -116,8 +125,10 @@ def load_prompts(
         _refuse_chat_settings(config, where)
         chats, texts = None, values
     token_ids = _tokenize(texts, tokenizer, add_special_tokens=not is_chat)
-    report = PromptReport(len(token_ids), 0, 0, longest=max(len(ids) for ids in token_ids))
-    return _fit_length(PromptSet(source, texts, token_ids, chats, columns, report, lacking), config, tokenizer, where)
+    lengths = [len(ids) for ids in token_ids]
+    report = PromptReport(len(lengths), 0, 0, longest=max(lengths))
+    whole = PromptSet(source, texts, token_ids, chats, columns, report, lacking, lengths, name)
+    return _fit_length(whole, config, tokenizer, where)
 
 
 def _check_prompts(prompts: list[Any], where: str) -> bool:

@@ -53,6 +53,18 @@ def function_metrics(name: str, scores: Sequence[float]) -> Metrics:
     }
 
 
+def source_metrics(rollouts: Sequence[Rollout], rewards: Tensor) -> Metrics:
+    """``reward/by_source/<name>``: mean reward of the completions of each source of a mixture; none without one.
+
+    rewards float [S], NaN where missing; a source without any is left out.
+    """
+    by_source: dict[str, list[float]] = {}
+    for rollout, reward in zip(rollouts, rewards.tolist(), strict=True):
+        if rollout.prompt.source and not math.isnan(reward):
+            by_source.setdefault(rollout.prompt.source, []).append(reward)
+    return {f"reward/by_source/{name}": statistics.fmean(by_source[name]) for name in sorted(by_source)}
+
+
 def length_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     """Completion lengths in sampled tokens: of all, and of those that were not truncated (0 if none, as in TRL)."""
     lengths = [r.num_sampled for r in rollouts]

@@ -71,6 +71,11 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
+def printable(text: str) -> str:
+    """The text with escapes for what a terminal would interpret, line breaks included."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 class ProgressDisplay:
     """Prints to ``console``; with ``enabled`` False only notes. The live lines appear with the first phase."""
 
@@ -138,6 +143,19 @@ class ProgressDisplay:
         """One line, printed even if the display is disabled."""
         self._console.print(message, soft_wrap=True, markup=False, highlight=False)
 
+    def step_seconds(self) -> float | None:
+        """The median of what the last steps took, evaluations between them included; None: too few are done."""
+        ends = list(self._step_times_s)
+        return statistics.median(after - before for before, after in pairwise(ends)) if len(ends) > 1 else None
+
+    def seconds_left(self) -> float | None:
+        """What the steps that are left will take if they take as long as the last ones; None: too few are done."""
+        step_s = self.step_seconds()
+        if step_s is None or self._step >= self._num_steps:
+            return None
+        since_s = min(time.monotonic() - self._step_times_s[-1], step_s)
+        return step_s * (self._num_steps - self._step) - since_s
+
     def close(self) -> None:
         """Leaves the live line as it is and releases the terminal."""
         self._phase = None
@@ -152,7 +170,7 @@ class ProgressDisplay:
         if self._phase != "start":  # until then nobody knows from where it resumes
             bar = ProgressBar(self._num_steps, self._step, width=24 if self._console.width >= 100 else 12)
             cells += [bar, f"step {self._step}/{self._num_steps}"]
-            if (left_s := self._seconds_left()) is not None:
+            if (left_s := self.seconds_left()) is not None:
                 cells.append(f"{duration(left_s)} left")
         line.add_row(*cells, Text(now, style="dim"))
         below = []
@@ -162,19 +180,9 @@ class ProgressDisplay:
             below.append(Text(self._stopping, style="bold"))
         return Group(line, *below)
 
-    def _seconds_left(self) -> float | None:
-        """What the steps that are left will take if they take as long as the last ones; None: too few are done."""
-        ends = list(self._step_times_s)
-        if len(ends) < 2 or self._step >= self._num_steps:
-            return None
-        step_s = statistics.median(after - before for before, after in pairwise(ends))
-        since_s = min(time.monotonic() - ends[-1], step_s)
-        return step_s * (self._num_steps - self._step) - since_s
-
     def _excerpt(self, text: str) -> Text:
         """Beginning and end of a long text; characters that a terminal would interpret or cannot show are escaped."""
         if len(text) > TEXT_WIDTH:
             text = f"{text[: TEXT_WIDTH // 2]} [...] {text[-TEXT_WIDTH // 2 :]}"
-        visible = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
         encoding = self._console.encoding
-        return Text(visible.encode(encoding, "backslashreplace").decode(encoding))
+        return Text(printable(text).encode(encoding, "backslashreplace").decode(encoding))

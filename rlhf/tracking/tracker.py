@@ -5,9 +5,11 @@ import math
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_SHOWN_TOKENS = 512  # of a sampled completion's, with their log-probabilities
+KEPT_NOTES = 5  # for `rlhf status`
 OUTSIDE_STEPS = frozenset({"start", "evaluate", "checkpoint"})  # phases that do not count towards a step's time
 
 
@@ -43,7 +46,9 @@ class Tracker:
         num_steps: int,
         tokenizer: "PreTrainedTokenizerBase",
         console: Console | None = None,
+        writers: Sequence[ScalarWriter] = (),
     ) -> None:
+        """``writers`` get every record, in addition to those that ``config`` asks for."""
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.num_tokens = 0  # prompt and completion tokens of all steps
@@ -60,7 +65,10 @@ class Tracker:
         self._files: dict[str, JsonLines] = {}
         self._notes: list[tuple[float, str]] = []  # from before the files are open: when, and what
         self._noting = threading.Lock()  # the rollout pool has threads of its own
-        self._writers: list[ScalarWriter] = []
+        self._writers: list[ScalarWriter] = [*writers]
+        self._last: dict[str, dict[str, Any]] = {}  # the newest record of each file that this process has written
+        self._newest_notes: deque[dict[str, str]] = deque(maxlen=KEPT_NOTES)
+        self._num_steps = num_steps
         if config.wandb_project is not None:
             self._writers.append(WeightsAndBiases(config.wandb_project, self.run_dir))
         self._display = ProgressDisplay(console or Console(), num_steps=num_steps, enabled=config.progress)
@@ -176,10 +184,32 @@ class Tracker:
 
     def remember(self, message: str) -> None:
         """Keeps one line in notes.jsonl that the user has been told already. Any thread may call it."""
+        now = datetime.now().astimezone().isoformat(" ", "seconds")
+        self._newest_notes.append({"at": now, "note": message})
         with self._noting:
             self._notes.append((time.perf_counter(), message))
             if self._files:
                 self._write_notes()
+
+    def progress(self) -> dict[str, Any]:
+        """How the run goes at this moment, as plain values for `rlhf status`. From any thread, and without waiting.
+
+        ``step`` counts finished steps; ``phase`` is None between two phases; the seconds of a step and until the end,
+        ``step_s`` and ``left_s``, are None until two steps have ended.
+        """
+        return {
+            "directory": str(self.run_dir),
+            "step": max(self._step, 0),
+            "num_steps": self._num_steps,
+            "phase": self._phase,
+            "phase_s": time.perf_counter() - self._phase_started_s if self._phase else 0.0,
+            "step_s": self._display.step_seconds(),
+            "left_s": self._display.seconds_left(),
+            "wall_s": self.wall_s,
+            "metrics": self._last.get("metrics", {}),
+            "evaluation": self._last.get("eval", {}),
+            "notes": list(self._newest_notes),
+        }
 
     def stopping(self, message: str) -> bool:
         """Whether the display shows that the run is going to stop; else nobody has been told. For signal handlers."""
@@ -219,7 +249,8 @@ class Tracker:
         for name in (name for name, value in recorded.items() if value is None and name not in self._warned):
             self._warned.add(name)
             warnings.warn(f"{name} is {values[name]} at step {step}; it is null in {file}.jsonl", stacklevel=3)
-        self._file(file).append({"step": step, "wall_s": self.wall_s, **recorded, **(names or {})})
+        self._last[file] = {"step": step, "wall_s": self.wall_s, **recorded, **(names or {})}
+        self._file(file).append(self._last[file])
         for writer in self._writers:
             writer.write(step, values)
         return recorded

@@ -447,7 +447,7 @@ def test_a_reward_model_is_not_trained_in_float32_on_a_gpu() -> None:
 def test_missing_mandatory_key_is_named(tmp_path: Path, key: str) -> None:
     sections = {"model.path": "model", "data.train": "data"}
     text = "\n".join(line for line in GOOD.splitlines() if not line.startswith(sections[key]))
-    assert error_of(write(tmp_path, text)) == f"{key}: no value given, and there is no default"
+    assert error_of(write(tmp_path, text)).startswith(f"{key}: no value given, and there is no default")
 
 
 @pytest.mark.parametrize(

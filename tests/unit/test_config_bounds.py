@@ -23,6 +23,7 @@ from rlhf.config import (
     RewardFunctionConfig,
     RewardModelConfig,
     RolloutConfig,
+    SourceConfig,
     WorkerKindConfig,
 )
 from rlhf.errors import ConfigError
@@ -36,7 +37,7 @@ Names = tuple[str | int, ...]
 WHOLE = Config(
     model=ModelConfig(path="m"),
     learner=LearnerConfig(lora=LoraConfig()),
-    data=DataConfig(train="task:arithmetic"),
+    data=DataConfig(mixture={"sums": SourceConfig("task:arithmetic")}),
     reward=RewardConfig(functions=[RewardFunctionConfig(path="f")], model=RewardModelConfig(path="r")),
     rollout=RolloutConfig(autoscale=AutoscaleConfig(), extra_kinds={"big": WorkerKindConfig(resources={"h100": 1})}),
 )
@@ -252,6 +253,7 @@ INTERVALS = {
         TimeoutConfig.score_s TimeoutConfig.update_s TimeoutConfig.publish_s TimeoutConfig.worker_silence_s
         TimeoutConfig.checkpoint_s CheckpointConfig.grace_s EnvironmentConfig.step_timeout_s
     """,
+    "(0, 1000000]": "SourceConfig.weight",
     "[-1000000, 1000000]": "RewardFunctionConfig.weight RewardModelConfig.weight",
     "[-1000000000, 1000000000]": "DataConfig.eval_pass_reward",
 }

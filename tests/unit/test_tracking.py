@@ -752,3 +752,35 @@ def test_a_summary_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: 
     summarised(tmp_path, steps=3)
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 3
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_progress_says_how_the_run_goes_at_this_moment(tmp_path: Path, clock: Clock):
+    records: list[tuple[int, dict]] = []
+
+    class Writer:
+        def write(self, step: int, metrics) -> None:
+            records.append((step, dict(metrics)))
+
+        def close(self) -> None:
+            records.append((-1, {}))
+
+    tracker = Tracker(QUIET, tmp_path, num_steps=10, tokenizer=LetterTokenizer(), writers=[Writer()])
+    empty = tracker.progress()
+    assert (empty["step"], empty["phase"], empty["step_s"], empty["metrics"], empty["notes"]) == (0, None, None, {}, [])
+    for step in (1, 2, 3):
+        clock.now_s += 4
+        tracker.log_step(step, {"reward": step / 2}, num_tokens=100)
+    tracker.log_eval(3, {"reward": 0.25})
+    for number in range(7):
+        tracker.note(f"note {number}")
+    clock.now_s += 1
+    with tracker.phase("generate"):
+        clock.now_s += 2
+        progress = json.loads(json.dumps(tracker.progress()))
+    assert (progress["step"], progress["num_steps"], progress["phase"], progress["phase_s"]) == (3, 10, "generate", 2)
+    assert progress["step_s"] == 4 and progress["left_s"] == 4 * 7 - 3
+    assert progress["metrics"]["reward"] == 1.5 and progress["evaluation"]["eval/reward"] == 0.25
+    assert [note["note"] for note in progress["notes"]] == [f"note {number}" for number in range(2, 7)]
+    assert progress["directory"] == str(tmp_path)
+    tracker.close()
+    assert [step for step, _ in records] == [1, 2, 3, 3, -1] and records[0][1]["reward"] == 0.5
