@@ -66,6 +66,7 @@ def test_an_evaluation_s_figures_by_hand() -> None:
     assert metrics["pass@1"] == pytest.approx(0.5) and metrics["pass@2"] == pytest.approx(2 / 3)
     assert metrics["rewards/right/mean"] == 0.5 and metrics["rewards/short/mean"] == -1
     assert not any(name.startswith("pass@") for name in evaluation().metrics(pass_reward=None))
+    assert "frac_reward_zero_std" not in metrics, "which says what a step learns from, and this is none"
 
 
 def test_a_breakdown_by_a_column_has_whole_prompts() -> None:
