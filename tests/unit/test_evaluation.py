@@ -73,12 +73,13 @@ def test_a_breakdown_by_a_column_has_whole_prompts() -> None:
     parts = evaluation().by("source")
     assert {value: part.scores.rewards.tolist() for value, part in parts.items()} == {"a": [0, 0, 1, 1], "b": [1, 0]}
     assert parts["a"].metrics(1.0)["pass@2"] == 0.5
-    assert "reward/ci95" not in parts["b"].metrics(1.0), "one prompt says nothing about others"
+    assert "reward/ci95" not in parts["b"].metrics(1.0)
 
 
 def test_each_prompt_counts_once_however_many_of_its_samples_have_a_reward() -> None:
     rewards = torch.tensor([[1.0, NAN, NAN], [0.0, 0.0, 0.0], [NAN, NAN, NAN]], dtype=torch.float64)
     assert mean_reward(rewards)["reward"] == 0.5
+    assert mean_reward(rewards[:1]) == {"reward": 1.0}, "one prompt says nothing about others"
     assert pass_rates(rewards, 1.0) == {"pass@1": 0.5, "pass@2": 0.0, "pass@3": 0.0}
     assert math.isnan(mean_reward(rewards[2:])["reward"]) and pass_rates(rewards[2:], 1.0) == {}
 
@@ -135,6 +136,9 @@ def test_a_resumed_run_keeps_the_best_unless_another_metric_judges(tmp_path: Pat
     other.resume()
     other.judge(5, {"pass@1": 0.125})
     assert other.best["step"] == 5
+    none = best_in(tmp_path / "none")
+    none.resume()
+    assert none.best == {}
     fresh = best_in(tmp_path)
     fresh.judge(0, {"reward": 0.1})
     assert fresh.best["step"] == 0, "a run that starts over"
