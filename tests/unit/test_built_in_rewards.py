@@ -32,6 +32,8 @@ def test_math_match_compares_values_and_not_texts() -> None:
 def test_an_answer_within_text_is_the_one_that_it_marks() -> None:
     answers = [r"\[\frac12\]", r"\(3\) of 5 \(7\)", "5 of $7$"]
     assert math_match(["$0.5$", "$7$", "$7$"], answers) == [1.0, 1.0, 1.0]
+    with pytest.raises(ValueError, match=r"zip\(\) argument 2 is longer than argument 1"):
+        math_match(["$7$"], ["7", "7"])
 
 
 # ---- JSON
@@ -45,6 +47,8 @@ def test_json_schema() -> None:
     assert json_schema(wrong, schema=schema) == [0.0] * len(wrong)
     column = [json.dumps({"type": "string"}), {"type": "array"}, None]
     assert json_schema(['"a"', '"a"', '"a"'], schema=column) == [1.0, 0.0, None]
+    with pytest.raises(ValueError, match=r"zip\(\) argument 2 is longer than argument 1"):
+        json_schema(['"a"'], schema=column)
     assert json_schema(["NaN", "[-Infinity]", "null"], schema={}) == [0.0, 0.0, 1.0], "JSON has no such numbers"
 
 
