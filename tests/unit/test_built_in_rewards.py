@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 from aiohttp import web
+from referencing.exceptions import Unresolvable
 
 from rlhf.config import RewardFunctionConfig
 from rlhf.rewards import judge, load_reward_functions
@@ -28,6 +29,13 @@ def test_math_match_compares_values_and_not_texts() -> None:
     assert math_match(["$9^{9^{9^{9}}}$"], ["1"], timeout_s=1) == [0.0], "it ends"
 
 
+def test_an_answer_within_text_is_the_one_that_it_marks() -> None:
+    answers = [r"\[\frac12\]", r"\(3\) of 5 \(7\)", "5 of $7$"]
+    assert math_match(["$0.5$", "$7$", "$7$"], answers) == [1.0, 1.0, 1.0]
+    with pytest.raises(ValueError, match=r"zip\(\) argument 2 is longer than argument 1"):
+        math_match(["$7$"], ["7", "7"])
+
+
 # ---- JSON
 
 
@@ -39,6 +47,16 @@ def test_json_schema() -> None:
     assert json_schema(wrong, schema=schema) == [0.0] * len(wrong)
     column = [json.dumps({"type": "string"}), {"type": "array"}, None]
     assert json_schema(['"a"', '"a"', '"a"'], schema=column) == [1.0, 0.0, None]
+    with pytest.raises(ValueError, match=r"zip\(\) argument 2 is longer than argument 1"):
+        json_schema(['"a"'], schema=column)
+    assert json_schema(["NaN", "[-Infinity]", "null"], schema={}) == [0.0, 0.0, 1.0], "JSON has no such numbers"
+
+
+def test_a_json_schema_s_references_to_other_documents_are_not_fetched(tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    other.write_text('{"type": "string"}')
+    with pytest.raises(Unresolvable):
+        json_schema(['"a"'], schema={"$ref": other.as_uri()})
 
 
 @pytest.mark.parametrize("schema", ["{", {"type": "strange"}, 5])
@@ -59,6 +77,8 @@ def test_repetition_penalty_is_the_share_of_repeated_ngrams() -> None:
         0.0,
         0.0,
     ]
+    assert repetition_penalty([[5] * 5, [5] * 3]) == [-0.5, 0.0], "windows of four tokens unless told"
+    assert repetition_penalty([[5] * 4], ngram_size=1) == [-0.75]
     with pytest.raises(ValueError, match="ngram_size=0 must be at least 1"):
         repetition_penalty([[1]], ngram_size=0)
 

@@ -203,6 +203,7 @@ def test_a_new_attempt_samples_from_the_same_seeds_with_the_cache_of_now(stage: 
     scene.crew.open(most=9)
     scene.report(0, turns=[("0.0.1", TurnRequest([1], 9, 0))])
     (turn,) = scene.turns.values()
+    assert turn.asked == TurnRequest([1], 9, 0), "not the token of an episode that is left out"
     request = turn.request(1, 0)
     assert (request.prompt_id, request.sample_index, request.turn) == (0, 0, 0)
     assert request.cached_since is None

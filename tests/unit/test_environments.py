@@ -1,6 +1,8 @@
 """Episodes with a scripted model: what an environment gets and gives, how it ends, and what becomes of its failures."""
 
+import asyncio
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from rlhf.environments import tool_schemas
 from rlhf.environments.builtin import BUILT_IN
 from rlhf.environments.builtin.calculator import calculate
 from rlhf.environments.loading import load_environment, load_tools
-from rlhf.environments.tools import CallFormat, find_calls, schema
+from rlhf.environments.tools import MAX_STUCK, CallFormat, ToolCall, Tools, find_calls, schema
 from rlhf.errors import ConfigError, EpisodeFailedError
 from tests import environments
 from tests.environments import Log, Scripted, run, runner
@@ -254,6 +256,60 @@ def test_only_what_is_written_as_a_call_is_one(text: str, form: CallFormat, said
     found, calls = find_calls(text, form)
     assert (found, [call.name for call in calls]) == (said, names)
     assert len({call.id for call in calls}) == len(calls)
+
+
+def test_calls_have_ids_in_their_order_and_what_cannot_be_made_says_why() -> None:
+    first = '[{"name": "a", "arguments": {"x": 1}}, {"tool_name": "b", "parameters": {"y": [2]}}]'
+    second = '[{"name": 3}, 4, {"name": "c"}, {"name": "d", "arguments": "z"}]'
+    said, calls = find_calls(f" Hm. <tool_call>{first}</tool_call> And <tool_call>{second}</tool_call> so. ", TAGS)
+    assert said == "Hm.  And  so."
+    assert calls == [
+        ToolCall("call00000", "a", {"x": 1}),
+        ToolCall("call00001", "b", {"y": [2]}),
+        ToolCall("call00002", "", {}, 'a call is an object with a "name" and "arguments"'),
+        ToolCall("call00003", "", {}, 'a call is an object with a "name" and "arguments"'),
+        ToolCall("call00004", "c", {}),
+        ToolCall("call00005", "d", {}, "the arguments of d are no object"),
+    ]
+    (broken,) = find_calls("<tool_call>{</tool_call>", TAGS)[1]
+    assert (broken.id, broken.name, broken.arguments) == ("call00000", "", {})
+    assert calls[0].message() == {
+        "type": "function",
+        "id": "call00000",
+        "function": {"name": "a", "arguments": {"x": 1}},
+    }
+
+
+def test_tools_that_do_not_return_count_until_they_do() -> None:
+    started, may_end = threading.Semaphore(0), threading.Event()
+
+    def slow() -> None:
+        started.release()
+        may_end.wait(60)
+
+    def take(count: int) -> bool:
+        return all(started.acquire(timeout=60) for _ in range(count))
+
+    async def leave(tools: Tools, count: int) -> None:
+        calls = [asyncio.create_task(tools.call(ToolCall("call00000", "slow", {}))) for _ in range(count)]
+        assert await asyncio.to_thread(take, count)
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(calls, timeout=60)
+        assert all(call.cancelled() for call in calls)
+
+    tools = Tools([slow], num_threads=MAX_STUCK + 1)
+    try:
+        asyncio.run(leave(tools, MAX_STUCK))
+        tools.check()
+        asyncio.run(leave(tools, 1))
+        with pytest.raises(RuntimeError, match=r"^17 tool calls outlasted environment\.step_timeout_s and still run$"):
+            tools.check()
+    finally:
+        may_end.set()
+        tools._threads.shutdown()
+    tools.check()
+    assert tools._num_stuck == 0
 
 
 def test_a_schema_comes_from_types_and_docstring() -> None:

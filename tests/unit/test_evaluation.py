@@ -66,18 +66,20 @@ def test_an_evaluation_s_figures_by_hand() -> None:
     assert metrics["pass@1"] == pytest.approx(0.5) and metrics["pass@2"] == pytest.approx(2 / 3)
     assert metrics["rewards/right/mean"] == 0.5 and metrics["rewards/short/mean"] == -1
     assert not any(name.startswith("pass@") for name in evaluation().metrics(pass_reward=None))
+    assert "frac_reward_zero_std" not in metrics, "which says what a step learns from, and this is none"
 
 
 def test_a_breakdown_by_a_column_has_whole_prompts() -> None:
     parts = evaluation().by("source")
     assert {value: part.scores.rewards.tolist() for value, part in parts.items()} == {"a": [0, 0, 1, 1], "b": [1, 0]}
     assert parts["a"].metrics(1.0)["pass@2"] == 0.5
-    assert "reward/ci95" not in parts["b"].metrics(1.0), "one prompt says nothing about others"
+    assert "reward/ci95" not in parts["b"].metrics(1.0)
 
 
 def test_each_prompt_counts_once_however_many_of_its_samples_have_a_reward() -> None:
     rewards = torch.tensor([[1.0, NAN, NAN], [0.0, 0.0, 0.0], [NAN, NAN, NAN]], dtype=torch.float64)
     assert mean_reward(rewards)["reward"] == 0.5
+    assert mean_reward(rewards[:1]) == {"reward": 1.0}, "one prompt says nothing about others"
     assert pass_rates(rewards, 1.0) == {"pass@1": 0.5, "pass@2": 0.0, "pass@3": 0.0}
     assert math.isnan(mean_reward(rewards[2:])["reward"]) and pass_rates(rewards[2:], 1.0) == {}
 
@@ -134,6 +136,9 @@ def test_a_resumed_run_keeps_the_best_unless_another_metric_judges(tmp_path: Pat
     other.resume()
     other.judge(5, {"pass@1": 0.125})
     assert other.best["step"] == 5
+    none = best_in(tmp_path / "none")
+    none.resume()
+    assert none.best == {}
     fresh = best_in(tmp_path)
     fresh.judge(0, {"reward": 0.1})
     assert fresh.best["step"] == 0, "a run that starts over"

@@ -193,6 +193,19 @@ def test_a_checkpoint_from_before_a_key_that_is_not_used_is_taken(
     assert "changed: checks.probe unset -> true" in check_resume(DIRECTORY, old, now), "the next key is compared"
 
 
+def test_values_that_json_has_not_are_recorded_and_compared_as_text(build: Any, tiny_tokenizer: Any) -> None:
+    """YAML has bytes: ``!!binary aGk=``."""
+    config = build()
+    old, new = (
+        replace(config, data=replace(config.data, chat_template_kwargs={"key": value})) for value in (b"hi", b"ho")
+    )
+    recorded = described(old, tiny_tokenizer)
+    assert recorded["config"]["data"]["chat_template_kwargs"] == {"key": "b'hi'"}
+    assert "changed" not in check_resume(DIRECTORY, recorded, described(old, tiny_tokenizer))
+    change = """changed: data.chat_template_kwargs {"key": "b'hi'"} -> {"key": "b'ho'"}"""
+    assert check_resume(DIRECTORY, recorded, described(new, tiny_tokenizer)).endswith(change)
+
+
 def test_all_differences_are_named_at_once(build: Any, tiny_tokenizer: Any) -> None:
     message = refusal(build(), build("seed=1", "algorithm.group_size=4"), tiny_tokenizer)
     assert "seed 0 -> 1 (" in message and "algorithm.group_size 8 -> 4 (" in message

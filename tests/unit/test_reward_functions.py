@@ -148,6 +148,14 @@ def test_number_match() -> None:
         number_match(["7"], ["seven"])
 
 
+@pytest.mark.parametrize("function", [exact_match, contains_answer, number_match])
+def test_as_many_answers_as_completions(function: Any) -> None:
+    with pytest.raises(ValueError, match=r"zip\(\) argument 2 is (shorter|longer) than argument 1"):
+        function(["1", "2"], ["1"])
+    with pytest.raises(ValueError, match=r"zip\(\) argument 2 is (shorter|longer) than argument 1"):
+        function(["1"], ["1", "2"])
+
+
 def test_even_tokens() -> None:
     assert even_tokens([[2, 3, 4, 6], [1], [2], []]) == [0.75, 0.0, 1.0, 0.0]
 

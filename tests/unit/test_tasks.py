@@ -28,6 +28,16 @@ def user(content: str) -> list[dict[str, str]]:
         ("arithmetic", "train", {"prompt": user("What is 6 - 13? Answer with a number."), "answer": "-7"}),
         ("arithmetic", "eval", {"prompt": user("What is 20 - 18? Answer with a number."), "answer": "2"}),
         ("phrases", "train", {"prompt": "engine cloud stone silver"}),
+        ("calculator", "train", {"prompt": user("What is 32 * (181 * (333 - 797))?"), "answer": "-2687488"}),
+        (
+            "guess",
+            "train",
+            {
+                "prompt": user("Game 268226: guess my number, from 1 to 9. You have 4 guesses."),
+                "secret": 2,
+                "num_guesses": 4,
+            },
+        ),
         (
             "sort_words",
             "train",
@@ -101,6 +111,9 @@ def test_phrases_are_plain_prompts_of_the_asked_length() -> None:
         ("phrases", {"num_words": 1}),
         ("sort_words", {"num_words": 2}),
         ("sort_words", {"num_words": 51}),
+        ("guess", {"largest": 1, "num_guesses": 1}),
+        ("calculator", {"max_operand": 1, "num_operands": 2}),
+        ("calculator", {"num_operands": 8}),
     ],
 )
 def test_arguments_may_take_their_extreme_values(name: str, args: dict[str, Any]) -> None:
@@ -131,6 +144,12 @@ def test_arguments_may_take_their_extreme_values(name: str, args: dict[str, Any]
         ("phrases", {"num_words": 0}, "data.task_args.num_words=0"),
         ("sort_words", {"num_words": 1}, "data.task_args.num_words=1 must be an integer from 2 to 51"),
         ("sort_words", {"num_words": 99}, "data.task_args.num_words=99 must be an integer from 2 to"),
+        ("guess", {"largest": 0}, "data.task_args.largest=0 must be an integer at least 1"),
+        ("guess", {"num_guesses": 0}, "data.task_args.num_guesses=0 must be an integer at least 1"),
+        ("guess", {"num_rows": 0}, "data.task_args.num_rows=0 must be an integer at least 1"),
+        ("calculator", {"max_operand": 0}, "data.task_args.max_operand=0 must be an integer at least 1"),
+        ("calculator", {"num_operands": 1}, "data.task_args.num_operands=1 must be an integer from 2 to 8"),
+        ("calculator", {"num_operands": 9}, "data.task_args.num_operands=9 must be an integer from 2 to 8"),
     ],
 )
 def test_errors_name_the_argument_and_what_would_work(name: str, args: dict[str, Any], message: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from rlhf.config import Config
 from rlhf.errors import ConfigError
-from rlhf.planning.topology import GroupSpec, Slot, plan_topology
+from rlhf.planning.topology import GroupSpec, Slot, plan_sampling, plan_topology
 from rlhf.recipes import load_config
 from rlhf.reward_config import RewardTrainingConfig
 
@@ -150,3 +150,29 @@ def test_a_shared_gpu_has_room_for_one_of_each_role(role: str) -> None:
     ):
         load_config(recipe, [*given, f"{role}.num_ranks=3"])
     load_config(recipe, [*given, f"{role}.num_ranks=3", "placement.mode=separate"])
+
+
+def test_environments_have_a_cpu_for_each_of_their_workers() -> None:
+    episodes = "environment={path: 'e.py:e', num_workers: 3, max_context_tokens: 512}"
+    topology = plan_topology(config(episodes, "rollout.ignore_eos=false", "reward.num_workers=2"), "gpu")
+    assert topology.slots["environment"] == tuple(Slot("environment", i, 1, 0) for i in range(3))
+    assert topology.slots["reward"] == tuple(Slot("reward", i, 1, 0) for i in range(2))
+    assert topology.groups[-2:] == (
+        GroupSpec("reward", ({"CPU": 1},) * 2, "PACK"),
+        GroupSpec("environment", ({"CPU": 1},) * 3, "PACK"),
+    )
+
+
+def test_sampling_alone_has_the_places_of_what_samples_and_scores() -> None:
+    recipe = ROOT / "conf" / "ppo_rm_tiny.yaml"
+    whole = load_config(recipe, ["model.path=x", "reward.model.path=y", "rollout.num_workers=2", "algorithm.beta=0.1"])
+    for device, place in (("gpu", {"CPU": 1, "GPU": 1}), ("cpu", {"CPU": 1})):
+        topology = plan_sampling(whole, device)
+        assert topology.device == device
+        assert topology.slots.keys() == {"rollout", "reward_model", "reward"}
+        assert topology.groups == (
+            GroupSpec("reward_model", (place,), "PACK"),
+            GroupSpec("rollout-0", (place,), "STRICT_PACK"),
+            GroupSpec("rollout-1", (place,), "STRICT_PACK"),
+            GroupSpec("reward", ({"CPU": 1},), "PACK"),
+        )
