@@ -17,6 +17,7 @@ from actors.rollouts.engine import WorkerSpec
 from actors.rollouts.vllm_engine import VllmEngine
 from actors.rollouts.vllm_settings import worker_env
 from jobs.prepare import prepare_tiny
+from rlhf.algorithms import make_algorithm
 from rlhf.batch import pack
 from rlhf.config import RolloutConfig
 from rlhf.data.prompts import load_prompts
@@ -29,22 +30,30 @@ ENDS_S = 30.0
 
 
 def test_two_processes_sample_with_published_weights_and_end_with_their_worker(ray_session, tiny_config) -> None:
+    """The weights, sent once, and beside them the adapter of the version, each in halves."""
     config = tiny_config(
-        *("rollout.tensor_parallel_size=2", "rollout.logprobs=true", "learner.num_ranks=1", "algorithm.beta=0")
+        *("rollout.tensor_parallel_size=2", "rollout.logprobs=true", "learner.num_ranks=1", "algorithm.beta=0"),
+        recipe="grpo_lora_tiny",
     )
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     prompts = load_prompts(config.data.train, config.data, tokenizer, split="train", seed=0).all()[:4]
     with Cluster(config) as cluster:
         roles = cluster.roles()
-        roles.rollouts.publish(0)
-        ids = roles.rollouts.submit(prompts, group_size=4)
-        groups: dict = {}
-        while waiting := set(ids) - groups.keys():
-            groups |= roles.rollouts.next_groups(waiting)
-        batch = pack([rollout for i in ids for rollout in groups[i]])
-        logprobs = roles.learner.score(batch).result()
-        assert batch.rollout_logprobs is not None
-        assert (logprobs - batch.rollout_logprobs).abs().max() < FP32_BOUND
+        for version in range(2):
+            roles.rollouts.publish(version)
+            ids = roles.rollouts.submit(prompts, group_size=4)
+            groups: dict = {}
+            while waiting := set(ids) - groups.keys():
+                groups |= roles.rollouts.next_groups(waiting)
+            rollouts = [rollout for i in ids for rollout in groups[i]]
+            batch = pack(rollouts)
+            assert batch.rollout_logprobs is not None
+            difference = (roles.learner.score(batch).result() - batch.rollout_logprobs).abs().max()
+            assert difference < FP32_BOUND
+            batch = batch.with_(rewards=roles.reward.score(rollouts).result().rewards)
+            roles.learner.update(make_algorithm(config.algorithm).assign_advantages(batch)[0], 0).result()
+            moved = (roles.learner.score(batch).result() - batch.rollout_logprobs).abs().max()
+            assert moved > 10 * FP32_BOUND, "the adapter must be visible"
 
         handle = cluster.group("rollout").members[0].handle
         pid = ray.get(handle.__ray_call__.remote(lambda actor: os.getpid()), timeout=60)

@@ -138,7 +138,7 @@ def test_changed_bytes_are_not_committed(transport: SessionTransport, workers: l
 
 def test_a_learner_that_dies_is_raised(ray_session: None, transport: SessionTransport, workers: list[Member]) -> None:
     class Mortal(TinyLearner):
-        def send_weights(self, timeout_s: float) -> list[int]:
+        def send_weights(self, timeout_s: float, frozen: bool) -> list[int]:
             os.kill(os.getpid(), signal.SIGKILL)
             return []
 
