@@ -29,7 +29,7 @@ models/%/rlhf_prepare.json: | setup
 test: setup ## Run the tests that need no GPU (a quarter of an hour); ARGS='-k name' chooses
 	@env -u RAY_ADDRESS OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m "not (gpu or long or slow or chaos)" $(ARGS)
 
-test-long: setup ## Run more whole runs (20 minutes); CI runs both
+test-long: setup ## Run more whole runs (25 minutes); CI runs both
 	@env -u RAY_ADDRESS OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m long $(ARGS)
 
 chaos: setup ## Kill 50 rollout workers of a run at random moments (a quarter of an hour)

@@ -3,6 +3,7 @@
 import os
 import pickle
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ SAMPLED = (
     *("olmo2", "olmo3", "starcoder2"),
 )
 # Ranks and scales that vLLM pads and folds; layers that it fuses, of which only one may have an adapter.
-WITH_ADAPTERS = {
+WITH_ADAPTERS: dict[str, LoraConfig | None] = {
     "qwen3": LoraConfig(r=4, alpha=8),
     "mistral": LoraConfig(r=3, alpha=7, target_modules=["v_proj", "up_proj"]),
     "gemma2": LoraConfig(r=8, alpha=16),
@@ -81,15 +82,11 @@ def give_adapters(policy: PolicyModel, adapter: LoraConfig) -> None:
         b.data = 0.1 * torch.randn(b.shape, generator=generator)
 
 
-@pytest.fixture(scope="module")
-def sampled(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> dict[str, tuple[object, PolicyModel]]:
+def sample(
+    directory: Path, tokenizer: Path, families: Mapping[str, LoraConfig | None]
+) -> dict[str, tuple[list[Rollout] | str, PolicyModel]]:
     """What the engines sampled, and the learner's models, by family."""
-    directory = tmp_path_factory.mktemp("families")
-    made = {family: make_job(family, directory / family, tiny_model_dir) for family in SAMPLED}
-    made |= {
-        f"{family} with an adapter": make_job(family, directory / f"{family}-adapter", tiny_model_dir, adapter)
-        for family, adapter in WITH_ADAPTERS.items()
-    }
+    made = {family: make_job(family, directory / family, tokenizer, adapter) for family, adapter in families.items()}
     jobs, results = directory / "jobs", directory / "results"
     jobs.write_bytes(pickle.dumps({family: job for family, (job, _) in made.items()}))
     command = python_module("tests.vllm_child", str(jobs), str(results))
@@ -99,11 +96,8 @@ def sampled(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> d
     return {family: (found[family], policy) for family, (_, policy) in made.items()}
 
 
-@pytest.mark.parametrize("family", [*SAMPLED, *(f"{family} with an adapter" for family in WITH_ADAPTERS)])
-def test_a_publish_gives_vllm_the_learners_probabilities(
-    family: str, sampled: dict[str, tuple[list[Rollout] | str, PolicyModel]]
-) -> None:
-    rollouts, policy = sampled[family]
+def check(rollouts: list[Rollout] | str, policy: PolicyModel) -> None:
+    """The engine's probabilities are the learner's."""
     assert isinstance(rollouts, list), rollouts
     batch = pack(rollouts)
     assert batch.rollout_logprobs is not None
@@ -111,3 +105,23 @@ def test_a_publish_gives_vllm_the_learners_probabilities(
         with torch.no_grad():
             logprobs, _ = policy(packed_inputs(batch, torch.device("cpu"), share_prompts=share_prompts))
         assert (logprobs - batch.rollout_logprobs).abs().max() < FP32_BOUND
+
+
+@pytest.fixture(scope="module")
+def sampled(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path
+) -> dict[str, tuple[list[Rollout] | str, PolicyModel]]:
+    return sample(tmp_path_factory.mktemp("families"), tiny_model_dir, dict.fromkeys(SAMPLED))
+
+
+@pytest.mark.parametrize("family", SAMPLED)
+def test_a_publish_gives_vllm_the_learners_probabilities(
+    family: str, sampled: dict[str, tuple[list[Rollout] | str, PolicyModel]]
+) -> None:
+    check(*sampled[family])
+
+
+@pytest.mark.long
+def test_so_does_a_publish_of_weights_and_an_adapter_beside_them(tmp_path: Path, tiny_model_dir: Path) -> None:
+    for rollouts, policy in sample(tmp_path, tiny_model_dir, WITH_ADAPTERS).values():
+        check(rollouts, policy)

@@ -177,6 +177,7 @@ def project(tmp_path: Path, tiny_model_dir: Path) -> Path:
 RELATIVE = ("model.path=../model", "data.train=my_data.jsonl", "run_dir=run", "algorithm.loss=my_loss.py:reinforce")
 
 
+@pytest.mark.long
 def test_job_trains_with_uploaded_code_and_shared_files(head: Head, project: Path, tmp_path: Path) -> None:
     code = tmp_path / "code"
     for package in ("rlhf", "actors", "jobs"):

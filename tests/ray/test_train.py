@@ -108,6 +108,7 @@ def test_resumed_run_repeats_the_uninterrupted_one(whole_run: tuple[Path, dict],
         assert resumed[name] == whole[name], name
 
 
+@pytest.mark.long
 def test_a_sampler_that_differs_from_the_learner_ends_the_run_before_anything_is_published(
     ray_session, tiny_config
 ) -> None:
@@ -155,7 +156,8 @@ def scale_from_another_shell(printed: str, environment: dict[str, str]) -> None:
     assert "grpo_tiny: wants 1 default" in done.stdout
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_or_a_scheduler_s_sigterm_finishes_the_step_saves_and_says_how_to_go_on(
     tiny_model_dir: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
