@@ -111,14 +111,27 @@ def handling(handlers: Mapping[int, Callable[[int, FrameType | None], None]]) ->
 @contextlib.contextmanager
 def ends_on_sigterm() -> Iterator[None]:
     """SIGTERM ends what has nothing to save (starting, exporting) as an error would; further ones are ignored."""
+    told = False
 
     def end(signum: int, frame: FrameType | None) -> None:
+        nonlocal told
+        told = True
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers send several; the actors must be ended in order
         os.write(2, b"\nstopped by SIGTERM outside of a step; the same command resumes from the last checkpoint\n")
         raise SystemExit(128 + signum)
 
     with handling({signal.SIGTERM: end}):
-        yield
+        try:
+            yield
+        except SystemExit as error:
+            if told:
+                raise exit_of(error, signal.SIGTERM) from None
+            raise
+
+
+def exit_of(error: SystemExit, signum: int) -> SystemExit:
+    """What a signal's handler raised, with its code: where it interrupts a call of Ray's, Ray raises another, of 1."""
+    return SystemExit(128 + signum) if error.code == 1 else error
 
 
 @contextlib.contextmanager
@@ -162,7 +175,9 @@ def stops_at_step_end(loop: Loop) -> Iterator[None]:
             file=sys.stderr,
             flush=True,
         )
-        raise error if isinstance(error, SystemExit) else SystemExit(128 + loop.stop_requested) from error
+        if isinstance(error, SystemExit):
+            raise exit_of(error, loop.stop_requested) from None
+        raise SystemExit(128 + loop.stop_requested) from error
     finally:
         if loop.stop_requested == signal.SIGTERM:  # and ``ends_on_sigterm`` must not end the rest
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -114,6 +114,26 @@ def test_sigterm_outside_of_the_loop_ends_the_run_in_order(capfd: pytest.Capture
     assert signal.getsignal(TERM) is before
 
 
+def as_ray_raises_it(*signals: int) -> None:
+    """A signal whose handler raises in one of Ray's calls: Ray raises another SystemExit, of code 1."""
+    try:
+        send(*signals)
+    except SystemExit:
+        raise SystemExit(1) from None
+
+
+def test_a_signal_that_interrupts_a_call_of_ray_s_ends_the_run_with_its_code(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as stopped, ends_on_sigterm():
+        as_ray_raises_it(TERM)
+    assert stopped.value.code == 143
+    with pytest.raises(SystemExit) as stopped, ends_on_sigterm(), stops_at_step_end(fake_loop(tmp_path)):
+        as_ray_raises_it(INT, INT)
+    assert stopped.value.code == 130
+    with pytest.raises(SystemExit) as stopped, ends_on_sigterm():
+        raise SystemExit(1)
+    assert stopped.value.code == 1, "not a signal's"
+
+
 @pytest.mark.parametrize(("requested", "expected"), [(0, RoleLostError), (INT, SystemExit), (TERM, SystemExit)])
 def test_a_loss_after_a_request_ends_the_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], requested: int, expected: type[BaseException]
