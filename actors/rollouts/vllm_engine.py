@@ -37,7 +37,7 @@ class VllmEngine:
         except RlhfError:
             raise
         except Exception as error:
-            raise output.explain(error) from error
+            raise hint_at_merging(output.explain(error), spec) from error
 
     # Sampling
 
@@ -170,6 +170,13 @@ class VllmEngine:
 
     def peak_gpu_bytes(self) -> int:
         return max(self._rpc("peak_gpu_memory_bytes")) if self._spec.device == "gpu" else 0
+
+
+def hint_at_merging(error: RuntimeError, spec: WorkerSpec) -> RuntimeError:
+    """What kept an engine from starting; with what would work, if it is that vLLM knows no adapters for this model."""
+    if spec.adapter and "LoRA" in str(error):
+        return RuntimeError(f"{error}; set learner.lora.publish=merged, which needs no adapters in vLLM")
+    return error
 
 
 def adapter_request() -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from actors.rollouts.engine import Ready, Request, request_seed
-from actors.rollouts.vllm_engine import VllmEngine
+from actors.rollouts.vllm_engine import VllmEngine, hint_at_merging
 from actors.weights.channel import TransferAbortedError
 from rlhf.config import LoraConfig
 from rlhf.errors import UnwrittenWeightsError
@@ -145,6 +145,15 @@ def test_an_adapter_is_installed_after_every_update_and_all_of_it_has_a_place(en
     expected = r"no place for the adapter of 2 layer\(s\) .*layers.0.router.* learner.lora.publish=merged"
     with pytest.raises(UnwrittenWeightsError, match=expected):
         engine.finish_update()
+
+
+def test_a_model_that_vllm_knows_no_adapters_for_needs_another_publish() -> None:
+    spec, error = fake_spec(), RuntimeError("vLLM did not start: ValueError: Foo does not support LoRA yet.")
+    hinted = hint_at_merging(error, replace(spec, adapter=LoraConfig()))
+    assert str(hinted).startswith(str(error)) and "learner.lora.publish=merged" in str(hinted)
+    assert hint_at_merging(error, spec) is error
+    other = RuntimeError("out of memory")
+    assert hint_at_merging(other, replace(spec, adapter=LoraConfig())) is other
 
 
 def test_checksums_come_by_process_in_the_order_of_buckets(engine: VllmEngine) -> None:
