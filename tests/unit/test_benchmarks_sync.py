@@ -22,10 +22,11 @@ def test_bench_sync(tiny_model_dir: Path, tmp_path: Path) -> None:
     (row,) = json.loads(out.read_text())["rows"]
     assert row.keys() == {
         *("mode", "zero", "bucket_mib", "publish_s", "begin_s", "join_s", "transfer_s", "finish_s", "slowest_s"),
-        *("gb", "gb_per_s", "learner_gib", "worker_gib", "loaded"),
+        *("first_gb", "gb", "gb_per_s", "learner_gib", "worker_gib", "loaded"),
     }
     assert (row["mode"], row["zero"], row["bucket_mib"]) == ("object-store", 3, 1)
     sizes = [tensor.nbytes for tensor in load_file(tiny_model_dir / "model.safetensors").values()]
     assert 0 <= row["gb"] * 1e9 - sum(sizes) < 16 * len(sizes), "the model, and padding"
+    assert row["first_gb"] == row["gb"]
     assert row["gb_per_s"] * row["publish_s"] == pytest.approx(row["gb"])
     assert row["slowest_s"] >= row["publish_s"] >= row["transfer_s"] > 0 == row["join_s"], "the store needs no joining"
