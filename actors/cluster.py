@@ -14,7 +14,7 @@ from actors.connect import resolve_device
 from actors.control import RunControl
 from actors.environments.actor import EnvironmentActor
 from actors.environments.crew import Crew
-from actors.group import ActorGroup, Call, Deadline, Member, RankActor
+from actors.group import ActorGroup, Call, Deadline, Lodgers, Member, RankActor
 from actors.learner import CriticActor, LearnerActor
 from actors.placement import Placement
 from actors.process_env import LOOPBACK, ON_LOOPBACK, actor_env
@@ -96,7 +96,7 @@ class ActorCluster:
         return peaks
 
     def _predicted_gib(self) -> dict[str, float]:
-        first = ActorGroup(self._groups["learner"].members[:1])
+        first = self._groups["learner"].first()
         (predicted,) = first.call("predicted_gib", deadline=self._deadline, doing="planning memory").result()
         return predicted
 
@@ -150,7 +150,7 @@ class ActorCluster:
         group = self._groups[role]
         args: tuple[Any, ...] = ()
         if role in ("learner", "critic"):
-            root = ActorGroup(group.members[:1])
+            root = group.first()
             (port,) = root.call("host_store", deadline=self._deadline, doing="opening a store").result()
             args = (root.members[0].node, port)
         return group.call("start", *args, deadline=self._deadline, doing="starting")
@@ -216,11 +216,15 @@ class Cluster(ActorCluster):
 
     def _check_memory(self) -> None:
         """Reports what the learners decide from their GPU's memory. Raises ConfigError if the run will not fit."""
-        for role in ("learner", "critic"):
-            if role in self._groups:
-                checked = self._groups[role].call("check_memory", deadline=self._deadline, doing="planning memory")
-                if line := checked.result()[0]:
-                    self._note(line)
+        for group in self._learners().values():
+            checked = group.call("check_memory", deadline=self._deadline, doing="planning memory")
+            if line := checked.result()[0]:
+                self._note(line)
+
+    def _learners(self) -> dict[str, ActorGroup]:
+        """Everything that learns, whether on actors of its own or not."""
+        groups = {role: self._groups[role] for role in ("learner", "critic") if role in self._groups}
+        return groups | ({"critic": Lodgers("critic", groups["learner"])} if self._config.critic_on_base else {})
 
     def _make_pool(self) -> RolloutPool:
         config = self._config
@@ -257,7 +261,7 @@ class Cluster(ActorCluster):
 
     def device_names(self) -> dict[str, str]:
         """The device of the first learner rank and of the first rollout worker: torch's name for a GPU, or 'cpu'."""
-        firsts = {role: ActorGroup(self.group(role).members[:1]) for role in ("learner", "rollout")}
+        firsts = {role: self.group(role).first() for role in ("learner", "rollout")}
         calls = {
             role: first.call("device_name", deadline=self._deadline, doing="naming its device")
             for role, first in firsts.items()
@@ -301,13 +305,13 @@ class Cluster(ActorCluster):
 
     def roles(self) -> Roles:
         """What the driver loop talks to."""
-        timeouts, groups = self._config.timeouts, self._groups
+        timeouts, learners = self._config.timeouts, self._learners()
         return Roles(
-            learner=LearnerGroup(groups["learner"], timeouts),
+            learner=LearnerGroup(learners["learner"], timeouts),
             rollouts=self._pool,
             reward=self._reward(),
-            reference=self._replicas("reference") if "reference" in groups else None,
-            critic=LearnerGroup(groups["critic"], timeouts) if "critic" in groups else None,
+            reference=self._replicas("reference") if "reference" in self._groups else None,
+            critic=LearnerGroup(learners["critic"], timeouts) if "critic" in learners else None,
         )
 
     def _reward(self) -> RewardGroup:

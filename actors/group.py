@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -212,9 +212,37 @@ class ActorGroup:
         ]
         return Call(refs, doing, deadline, fold)
 
+    def first(self) -> "ActorGroup":
+        """Rank 0 alone."""
+        return ActorGroup(self.members[:1])
+
     def kill(self) -> None:
         for member in self.members:
             ray.kill(member.handle)
+
+
+class Lodgers(ActorGroup):
+    """A role whose ranks live in the actors of another, which have a method of its name."""
+
+    def __init__(self, role: str, hosts: ActorGroup) -> None:
+        super().__init__([replace(member, role=role) for member in hosts.members])
+        self._role, self._hosts = role, hosts
+
+    def call_each(
+        self,
+        method: str,
+        args: Sequence[tuple[Any, ...]],
+        *,
+        deadline: Deadline,
+        doing: str,
+        fold: Callable[[list[Any]], Any] = lambda answers: answers,
+    ) -> Call[Any]:
+        return super().call_each(
+            self._role, [(method, *given) for given in args], deadline=deadline, doing=doing, fold=fold
+        )
+
+    def first(self) -> "ActorGroup":
+        return Lodgers(self._role, self._hosts.first())
 
 
 def _is_large(arg: Any) -> bool:

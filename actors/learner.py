@@ -16,9 +16,9 @@ from actors.weights.channel import Rendezvous, host_store
 from actors.weights.object_store import StoredBucket
 from actors.weights.sender import WeightSender
 from rlhf.checkpoint import Written
-from rlhf.config import LearnerConfig
+from rlhf.config import Config, LearnerConfig
 from rlhf.errors import ConfigError, GpuMemoryError, one_line
-from rlhf.models.loading import load_policy, load_scalar
+from rlhf.models.loading import load_policy, load_scalar, lodge_scalar
 from rlhf.models.packed import PackedModel
 from rlhf.planning.fit import plan_memory, safe_stage
 from rlhf.planning.memory import ALL_LAYERS, GIB
@@ -63,8 +63,11 @@ class EngineActor(RankActor):
 
     def start(self, address: str, port: int) -> None:
         """Joins the ranks that meet at ``address:port`` and loads the model. Collective."""
+        self._begin(self._meet(address, port))
+
+    def _begin(self, device: torch.device) -> None:
+        """Loads the model. Collective."""
         torch.manual_seed(self._config.seed)
-        device = self._meet(address, port)
         self._on_gpu = device.type == "cuda"
         self._decided = self._decide(device)
         dtype = resolve_dtype(self._config.model.dtype, device)
@@ -75,7 +78,7 @@ class EngineActor(RankActor):
             device=device,
             total_steps=self._total_steps(),
         )
-        if self._config.checks.probe:
+        if self._config.checks.probe and engine.model.owns_base:
             engine.probe(key=self._path_key())
         self._learner = self._wrap(engine)
         self._rest()
@@ -103,7 +106,7 @@ class EngineActor(RankActor):
     def predicted_gib(self) -> dict[str, float]:
         """The predicted peak of every role on a GPU like this rank's; empty if nothing can be predicted."""
         plan = self._plan(device_bytes(local_rank_device()))
-        return {} if plan is None else {role: memory.peak / GIB for role, memory in plan.roles.items()}
+        return {} if plan is None else {role: peak / GIB for role, peak in plan.process_peaks().items()}
 
     def _plan(self, num_bytes: float) -> MemoryPlan | None:
         if not num_bytes:
@@ -225,7 +228,22 @@ class EngineActor(RankActor):
 
 
 class LearnerActor(EngineActor):
-    """One rank of the policy learner; also the sending end of weight publishes."""
+    """One rank of the policy learner; also the sending end of weight publishes, and the house of a critic on its
+    frozen weights."""
+
+    def __init__(self, config: Config, rank: int, num_ranks: int) -> None:
+        super().__init__(config, rank, num_ranks)
+        self._critic = LodgingCritic(config, rank, num_ranks) if config.critic_on_base else None
+
+    def _begin(self, device: torch.device) -> None:
+        super()._begin(device)
+        if self._critic is not None:
+            self._critic.move_in(self._learner.engine.model, device)
+
+    def critic(self, method: str, *args: Any) -> Any:
+        """``method(*args)`` of the critic on its frozen weights."""
+        assert self._critic is not None, "it has one"
+        return getattr(self._critic, method)(*args)
 
     def _total_steps(self) -> int:
         config = self._config
@@ -309,4 +327,25 @@ class CriticActor(EngineActor):
             self._config.algorithm,
             seed=self._config.seed,
             max_completion_tokens=self._config.rollout.max_completion_tokens,
+        )
+
+
+class LodgingCritic(CriticActor):
+    """PPO's value model on the policy's frozen weights, in the learner's process: adapters and a head of its own.
+
+    The two take turns, as calls of one actor do. What they compute is what they would compute apart.
+    """
+
+    def move_in(self, owner: PackedModel, device: torch.device) -> None:
+        """Adds its adapters to the layers of ``owner``. Collective."""
+        self._owner = owner
+        self._begin(device)
+
+    def _load(self, dtype: torch.dtype) -> PackedModel:
+        return lodge_scalar(
+            self._owner,
+            self._config.model.path,
+            dtype=dtype,
+            max_tokens=self._config.max_sequence_tokens,
+            trust_remote_code=self._config.model.trust_remote_code,
         )

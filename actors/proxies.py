@@ -34,7 +34,7 @@ class LearnerGroup:
     def _planner(self) -> Planner:
         """Rank 0's: it knows what the ranks have decided, and the model's shape."""
         return (
-            ActorGroup(self._group.members[:1])
+            self._group.first()
             .call(
                 "planner",
                 deadline=Deadline(self._timeouts.score_s, "timeouts.score_s"),

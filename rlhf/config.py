@@ -6,7 +6,7 @@ key. Every key of `rlhf train` is in this file, with its default; `rlhf train-re
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import date
 from typing import Annotated, Any, Literal
 
@@ -377,11 +377,17 @@ class LearnerConfig(Section, key="learner"):
         return self.zero_stage in (3, None) or (self.zero_stage > 0 and not self.offload_optimizer)
 
 
+HOUSE_KEYS = ("num_ranks", "cpus_per_rank", "checkpointed_layers", "compile")  # the learner's, for who stands on it
+
+
 @dataclass(frozen=True)
 class CriticConfig(LearnerConfig, key="critic"):
     """PPO's value model: a learner with a scalar head."""
 
     path: str | None = None  # backbone; None: model.path. A sequence-classification model keeps its head
+    # with learner.lora, critic.lora and no path, the critic is adapters and a value head on the learner's frozen
+    # weights, in its processes; true: on actors of its own, with weights of its own
+    own_base: bool = False
     warmup_steps: NonNegativeInt = 0  # training steps in which only the critic learns
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=5e-6))
 
@@ -716,6 +722,10 @@ class Config(Section, key=""):
             f"learner.lora.r={adapter.r if adapter else 0}: vLLM samples with adapters of rank {ADAPTER_RANKS[-1]} at "
             "most; lower it, or set learner.lora.publish=merged",
         )
+        if self.critic_on_base:
+            self._check_base()
+            shared = {key: getattr(self.learner, key) for key in HOUSE_KEYS}
+            object.__setattr__(self, "critic", replace(self.critic, **shared))
         self._check_environment()
         for role in ("learner", "critic", "reference"):
             budget = getattr(self, role).micro_batch_tokens
@@ -728,6 +738,24 @@ class Config(Section, key=""):
         self._check_warmup()
         self._check_evaluation()
         self._check_colocation()
+
+    def _check_base(self) -> None:
+        """Raises ConfigError if the critic asks for what a base shared with the learner cannot give."""
+        defaults = {setting.name: setting.default for setting in fields(CriticConfig)}
+        for key in HOUSE_KEYS:
+            own = getattr(self.critic, key)
+            require(
+                own in (defaults[key], getattr(self.learner, key)),
+                f"critic.{key}={own}: the critic stands on the learner's frozen weights, in its processes, where "
+                f"learner.{key}={getattr(self.learner, key)}; leave it out, or set critic.own_base=true",
+            )
+        assert self.learner.lora and self.critic.lora, "both are adapters"
+        require(
+            self.learner.lora.load_in_4bit == self.critic.lora.load_in_4bit,
+            f"critic.lora.load_in_4bit={str(self.critic.lora.load_in_4bit).lower()}: the critic stands on the "
+            "learner's frozen weights, of which learner.lora.load_in_4bit says otherwise; make them equal, or set "
+            "critic.own_base=true",
+        )
 
     def _check_completions(self) -> None:
         require(
@@ -865,6 +893,12 @@ class Config(Section, key=""):
     def uses_critic(self) -> bool:
         """Whether a value model is created at all."""
         return self.algorithm.facts.critic
+
+    @property
+    def critic_on_base(self) -> bool:
+        """Whether the critic stands on the learner's frozen weights, in its processes."""
+        critic, adapters = self.critic, (self.learner.lora, self.critic.lora)
+        return self.uses_critic and all(adapters) and critic.path is None and not critic.own_base
 
     @property
     def needs_rollout_logprobs(self) -> bool:

@@ -105,7 +105,7 @@ RULES = (
     ),
     Rule("refuse", "the order of the data and all samples depend on it", "seed data.shuffle data.curriculum"),
     Rule("refuse", "the checkpoint holds weights and optimizer state of that type", "model.dtype"),
-    Rule("refuse", "the checkpoint holds those adapters", "learner.lora.*"),
+    Rule("refuse", "the checkpoint holds those adapters", "learner.lora.* critic.own_base"),
     Rule(
         "refuse",
         "the optimizer's moments and the critic come from that objective",

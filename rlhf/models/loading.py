@@ -16,7 +16,7 @@ from rlhf.config import ModelConfig
 from rlhf.errors import ConfigError
 from rlhf.models.attention import PACKED_ATTENTION
 from rlhf.models.families import Adjusted, load_model_config
-from rlhf.models.packed import PolicyModel, ScalarModel
+from rlhf.models.packed import PackedModel, PolicyModel, ScalarModel
 from rlhf.paths import check_model_directory
 
 
@@ -76,6 +76,31 @@ def load_scalar(
         for name, parameter in lm.named_parameters():
             if name in head_missing:
                 getattr(parameter, "ds_tensor", parameter).data.zero_()  # under ZeRO-3 this rank holds a shard
+    return model
+
+
+def lodge_scalar(
+    owner: PackedModel,
+    path: str,
+    *,
+    dtype: torch.dtype,
+    max_tokens: int | None = None,
+    trust_remote_code: bool = False,
+) -> ScalarModel:
+    """A sequence classifier on the layers of ``owner``, which was loaded from ``path``, with a head that returns 0."""
+    model = load_scalar(
+        path,
+        dtype=dtype,
+        max_tokens=max_tokens,
+        fresh_head="zero",
+        trust_remote_code=trust_remote_code,
+        empty=True,
+    )
+    model.stand_on(owner)
+    head: Any = model.lm.score
+    head.to_empty(device=next(owner.parameters()).device)
+    for parameter in head.parameters():
+        parameter.data.zero_()
     return model
 
 

@@ -18,11 +18,10 @@ from rlhf.errors import ConfigError
 from rlhf.models.nf4 import Nf4Linear
 from rlhf.models.packed import PackedModel, ScalarModel
 
-ADAPTER = "default"  # PEFT's name for the only one
-
 
 def add_adapters(model: PackedModel, config: LoraConfig, *, key: str) -> None:
     """Freezes the model and gives each target an adapter that adds nothing yet; a scalar head is trained whole.
+    Adapters of another model on the same layers stay as they are, but are switched off: see ``use_own_adapters``.
 
     Raises ConfigError, naming ``key``, if a target is not there or not linear.
     """
@@ -30,11 +29,11 @@ def add_adapters(model: PackedModel, config: LoraConfig, *, key: str) -> None:
     head = ["score"] if isinstance(model, ScalarModel) else None
     settings = peft_config(config, target_modules=targets, exclude_modules=head)
     try:
-        inject_adapter_in_model(settings, model.lm, adapter_name=ADAPTER)
+        inject_adapter_in_model(settings, model.lm, adapter_name=model.adapter_name)
     except ValueError as error:
         raise ConfigError(f"{key}.target_modules={config.target_modules}: {str(error).splitlines()[0]}") from error
     for name, module in model.named_modules():
-        if isinstance(module, LoraLayer):
+        if isinstance(module, LoraLayer) and model.adapter_name in module.lora_A:
             layer: Any = module
             base = layer.get_base_layer()
             require(
@@ -42,8 +41,8 @@ def add_adapters(model: PackedModel, config: LoraConfig, *, key: str) -> None:
                 f"{key}.target_modules: {name} is a {type(base).__name__}, not linear",
             )
             dtype = base.dense_dtype if isinstance(base, Nf4Linear) else base.weight.dtype
-            a, b = (side[ADAPTER].to(dtype).weight for side in (layer.lora_A, layer.lora_B))
-            model.adapters[f"{name}.base_layer.weight"] = a, b, layer.scaling[ADAPTER]
+            a, b = (side[model.adapter_name].to(dtype).weight for side in (layer.lora_A, layer.lora_B))
+            model.adapters[f"{name}.base_layer.weight"] = a, b, layer.scaling[model.adapter_name]
     if isinstance(model, ScalarModel):
         model.lm.score.requires_grad_(True)
     model.register_state_dict_post_hook(_drop_frozen)
@@ -55,10 +54,23 @@ def peft_config(config: LoraConfig, **rest: Any) -> PeftConfig:
 
 
 def _drop_frozen(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Frozen weights are not saved: under none of their names, of which DeepSpeed knows the first."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if not parameter.requires_grad:
+    """Frozen weights are not saved: under none of their names, of which DeepSpeed knows the first. Neither are adapters
+    of another model."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, _ in nn.Module.named_parameters(model, remove_duplicate=False):
+        if name not in trained:
             state.pop(prefix + name, None)
+
+
+def use_own_adapters(model: PackedModel) -> None:
+    """From now on its layers compute with its adapters, and not with those of another model that shares them.
+
+    PEFT's own switch does more: it says anew which weights are trained.
+    """
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            layer: Any = module
+            layer._active_adapter = model.adapter_name
 
 
 @contextmanager

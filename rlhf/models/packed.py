@@ -4,6 +4,7 @@ A packed forward takes all tokens of a micro-batch as one row ``[1, T]`` without
 sequence border, and positions restart there.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,9 @@ from rlhf.models.families import LogitShape
 from rlhf.models.heads import LogprobHead, ScalarHead
 from rlhf.models.inputs import PackedInputs, WholeSequence
 
+OWN_ADAPTER = "default"  # PEFT's name for the adapters of the model to which the layers belong
+LODGER = "lodger"  # and for those of a model that stands on them
+
 
 class PackedModel(nn.Module):
     """A Hugging Face model run over packed sequences."""
@@ -28,6 +32,22 @@ class PackedModel(nn.Module):
         self.lm, self._original = lm, original or {}
         # A [r, in], B [out, r] and alpha / r, by the full name of the weight to which their product is added
         self.adapters: dict[str, tuple[nn.Parameter, nn.Parameter, float]] = {}
+        self.adapter_name = OWN_ADAPTER  # PEFT's
+        self.owns_base = True
+
+    def stand_on(self, owner: "PackedModel") -> None:
+        """Replaces the layers by those of ``owner``, whose frozen weights are then this model's, too. Each of the two
+        has adapters of its own on them."""
+        assert type(self.backbone) is type(owner.backbone), "both heads are of one family"
+        setattr(self.lm, self.lm.base_model_prefix, owner.backbone)
+        self.adapter_name, self.owns_base = LODGER, False
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Same as the base class, without the adapters that another model has on the same layers."""
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            adapter = re.search(r"\.lora_\w+\.(\w+)\.", name)
+            if adapter is None or adapter[1] == self.adapter_name:
+                yield name, parameter
 
     @property
     def backbone(self) -> nn.Module:

@@ -68,6 +68,11 @@ class _Fit:
         critic = {"critic": self.config.critic} if isinstance(self.config, Config) and self.config.uses_critic else {}
         return {"learner": self.config.learner, **critic}
 
+    @property
+    def lodging(self) -> bool:
+        """Whether the critic's layers are the learner's."""
+        return isinstance(self.config, Config) and self.config.critic_on_base
+
     def usage(self, choices: Choices) -> Usage:
         return predict(self.config, self.device_bytes, choices)
 
@@ -105,15 +110,22 @@ class _Fit:
                 choices = choices.vary(role, offloads=settings.offload_when_idle is not False)
         for role, settings in self.learners.items():
             count = settings.checkpointed_layers
+            if role == "critic" and self.lodging:
+                count = choices["learner"].checkpointed_layers
             counts = (*range(self.num_layers(role)), ALL_LAYERS) if count is None else (count,)
             trials = (
-                choices.vary(role, checkpointed_layers=count, zero_stage=stage)
+                self.with_layers(choices, role, count).vary(role, zero_stage=stage)
                 for count in counts
                 for stage in open_stages(settings)
             )
             frugal = self.usage(choices).gpu_of(role)
             choices = next((trial for trial in trials if self.fits(trial, role, frugal)), choices)
         return choices
+
+    def with_layers(self, choices: Choices, role: str, count: int) -> Choices:
+        """``choices`` with ``count`` checkpointed layers in ``role``, and in who stands on its layers."""
+        choices = choices.vary(role, checkpointed_layers=count)
+        return choices.vary("critic", checkpointed_layers=count) if role == "learner" and self.lodging else choices
 
     def fits(self, choices: Choices, role: str, frugal: Mapping[str, float]) -> bool:
         """Whether training fits on ``role``'s GPU, and each other phase unless it does not at its most ``frugal``."""

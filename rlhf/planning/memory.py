@@ -42,7 +42,7 @@ class RoleMemory:
 
     @property
     def allocated(self) -> float:
-        """Peak bytes of the process's tensors, as torch.cuda.max_memory_allocated counts."""
+        """Peak bytes of its tensors, as torch.cuda.max_memory_allocated counts."""
         return self.weights + self.gradients + self.optimizer + max(self.training, self.scoring)
 
     @property
@@ -51,15 +51,25 @@ class RoleMemory:
         return self.weights + self.gradients + (0.0 if self.offloads else self.optimizer) + self.kv_cache + self.other
 
     @property
+    def passing(self) -> float:
+        """Bytes that a forward without gradients takes in addition."""
+        return (1 + ALLOCATOR_SLACK) * self.scoring
+
+    @property
     def scores(self) -> float:
         """Bytes held while it runs forwards."""
-        return self.idle + (1 + ALLOCATOR_SLACK) * self.scoring
+        return self.idle + self.passing
 
     @property
     def peak(self) -> float:
         """The most bytes of its GPU that it ever takes."""
         held = self.weights + self.gradients + self.optimizer + self.kv_cache + self.other
         return held + (1 + ALLOCATOR_SLACK) * max(self.training, self.scoring)
+
+    @property
+    def working(self) -> float:
+        """Bytes by which its peak exceeds what it holds between calls."""
+        return self.peak - self.idle
 
 
 def kept_by_layer(shape: ModelShape, *, compiled: bool, element_bytes: int) -> float:
@@ -124,6 +134,7 @@ def learner_memory(
     bucket_bytes: int = 0,
     offloads: bool = False,
     float32_gradients: bool = False,
+    on_base: bool = False,
 ) -> RoleMemory:
     """One rank of a model that learns. ``tokens``: size of its fullest micro-batch; None: the whole budget.
 
@@ -132,7 +143,8 @@ def learner_memory(
     and 3 successively shard optimiser state, gradients and weights over the ranks. ZeRO-3 adds the gathered weights in
     use, every stage but 0 a reduce bucket. ``float32_gradients``: they take 4 bytes each; at stage 1 they are one
     tensor, which needs no bucket. With ``config.lora`` only adapters have gradients and optimiser state, and what is
-    published merged is so in float32, one tensor at a time. A base in 4 bits is dense one layer at a time.
+    published merged is so in float32, one tensor at a time. A base in 4 bits is dense one layer at a time. ``on_base``:
+    its frozen weights, and its process, are those of another model.
     """
     assert config.zero_stage is not None, "it is decided"
     count, ranks, stage = shape.parameters(lm_head=lm_head), config.num_ranks, config.zero_stage
@@ -157,15 +169,16 @@ def learner_memory(
         element_bytes=element_bytes,
         frozen_head=config.lora is not None,
     )
+    weights = count * element_bytes / (ranks if stage == 3 else 1) + gathered
+    weights -= _saved_by_4_bits(shape, element_bytes) if in_4_bits else 0
+    publishing = publish_bytes(config, shape, bucket_bytes=bucket_bytes, element_bytes=element_bytes)
     return RoleMemory(
-        weights=count * element_bytes / (ranks if stage == 3 else 1)
-        + gathered
-        - (_saved_by_4_bits(shape, element_bytes) if in_4_bits else 0),
+        weights=trained * element_bytes if on_base else weights,
         gradients=trained * gradient_bytes / (ranks if stage >= 2 else 1) + bucket,
         optimizer=0.0 if config.offload_optimizer else 12.0 * shard,
         training=max(passing + dense, _step_bytes(config, shard, widened=widened, element_bytes=element_bytes)),
         scoring=forward_bytes(shape, tokens=tokens, chunk=chunk, lm_head=lm_head, element_bytes=element_bytes) + dense,
-        other=CONTEXT_BYTES + publish_bytes(config, shape, bucket_bytes=bucket_bytes, element_bytes=element_bytes),
+        other=0.0 if on_base else CONTEXT_BYTES + publishing,
         offloads=offloads,
         float32_gradients=gradient_bytes == 4,
         zero_stage=stage,

@@ -6,7 +6,7 @@ from rlhf.config import Config, LearnerConfig, kind_key
 from rlhf.errors import ConfigError
 from rlhf.planning.memory import AUTO_SHARE, ENGINE_BYTES, GIB, GRAPH_BYTES, RoleMemory, kv_token_bytes
 from rlhf.planning.shapes import read_shape
-from rlhf.planning.usage import AnyConfig
+from rlhf.planning.usage import AnyConfig, process_peaks
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,10 @@ class MemoryPlan:
         choice = self.checkpointing[role]
         more = "" if choice.layers == choice.num_layers else f"set {role}.checkpointed_layers=null, or "
         return f"{more}lower {role}.micro_batch_tokens or {role}.logits_chunk_tokens{separate}"
+
+    def process_peaks(self) -> dict[str, float]:
+        """The most bytes that one process of each role takes. A critic on the learner's weights is part of that one."""
+        return process_peaks(self.config, self.roles)
 
     def largest_rollout_fraction(self) -> float:
         """The largest rollout.gpu_memory_fraction that leaves room for the roles sharing the GPU."""

@@ -85,8 +85,8 @@ def predict_step(
         again = checkpointing.layers / checkpointing.num_layers  # of a forward
         between_ranks = RANKS_FACTOR if learner.num_ranks > 1 else 1.0
         updates[role] = between_ranks * algorithm.num_epochs * (UPDATE_FORWARDS + again) * forward
-    # policy and critic work at the same time: on the same GPUs each gets a part of them
-    together = sum if config.placement.colocated else max
+    # policy and critic work at the same time: on the same GPUs each gets a part of them; in one process, its turn
+    together = sum if config.placement.colocated or config.critic_on_base else max
     reference, reward = 0.0, 0.0
     if config.uses_reference:
         shape = model_shape(config, config.reference.path)

@@ -63,9 +63,10 @@ class Topology:
 
 
 def model_roles(config: Config) -> dict[str, tuple[int, int]]:
-    """The roles that hold a model outside the pool: name -> (ranks, CPUs per rank). Learner first."""
+    """The roles that hold a model outside the pool in processes of their own: name -> (ranks, CPUs per rank). Learner
+    first."""
     roles = {"learner": (config.learner.num_ranks, config.learner.cpus_per_rank)}
-    if config.uses_critic:
+    if config.uses_critic and not config.critic_on_base:
         roles["critic"] = (config.critic.num_ranks, config.critic.cpus_per_rank)
     if config.uses_reference:
         roles["reference"] = (config.reference.num_ranks, config.reference.cpus_per_rank)

@@ -4,7 +4,7 @@ Roles that share a GPU take turns: vLLM is awake while learner and critic are id
 has finished; then learner and critic score, then they train concurrently.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,7 +75,10 @@ class Usage:
 
     def gpu_of(self, role: str) -> dict[str, float]:
         """Bytes in each phase on ``role``'s GPU."""
-        return self.gpus["shared" if "shared" in self.gpus else role]
+        at = next(
+            name for name in ("shared", role, "learner") if name in self.gpus
+        )  # a critic may stand on the learner
+        return self.gpus[at]
 
 
 def predict(config: AnyConfig, device_bytes: float, choices: Choices) -> Usage:
@@ -126,6 +129,7 @@ def _critic(config: Config, choice: Choice) -> RoleMemory:
         tokens=_fullest(config, config.critic.micro_batch_tokens),
         lm_head=False,
         element_bytes=_element_bytes(config),
+        on_base=config.critic_on_base,
     )
 
 
@@ -176,21 +180,47 @@ def _fullest(config: Config, token_budget: int) -> int:
 
 
 def _separate_phases(config: Config, roles: Mapping[str, RoleMemory]) -> dict[str, dict[str, float]]:
-    """Every role has its own GPUs, and one phase in which it takes the most."""
+    """Every process has its own GPUs, and one phase in which it takes the most."""
     phase = dict.fromkeys(LEARNERS, "train") | {kind_key(kind): "generate" for kind in config.rollout.kinds()}
-    return {role: {phase.get(role, "score"): memory.peak} for role, memory in roles.items()}
+    return {role: {phase.get(role, "score"): needed} for role, needed in process_peaks(config, roles).items()}
+
+
+def process_peaks(config: AnyConfig, roles: Mapping[str, RoleMemory]) -> dict[str, float]:
+    """The most bytes that one process of each role takes. A critic on the learner's weights is part of that one."""
+    return {
+        role: sum(memory.idle for memory in parts) + max(memory.working for memory in parts)
+        for role, parts in _processes(config, roles).items()
+    }
+
+
+def _processes(config: AnyConfig, roles: Mapping[str, RoleMemory]) -> dict[str, list[RoleMemory]]:
+    """The models in the process of each role; they take turns."""
+    lodging = isinstance(config, Config) and config.critic_on_base
+    processes = {role: [memory] for role, memory in roles.items() if not (lodging and role == "critic")}
+    if lodging:
+        processes["learner"].append(roles["critic"])
+    return processes
 
 
 def _shared_phases(config: Config, roles: Mapping[str, RoleMemory]) -> dict[str, dict[str, float]]:
     """All roles take turns on the same GPUs, with at most one rank of each on a GPU; the bytes are of one with all."""
-    models = [(role in LEARNERS, roles[role]) for role in model_roles(config)]  # learns?, memory
+    processes = _processes(config, roles)
+    models = {role: processes[role] for role in model_roles(config)}
+    learning = [parts for role, parts in models.items() if role in LEARNERS]
+    scoring = [parts for role, parts in models.items() if role not in LEARNERS]
     engines = config.rollout_workers_per_gpu
     awake, asleep = engines * roles["rollout"].peak, engines * ASLEEP_BYTES
+    idle = sum(memory.idle for parts in [*learning, *scoring] for memory in parts)
     return {
         "shared": {
             # reference and reward model score groups as they finish, while others are still being sampled
-            "generate": sum(m.idle if learns else m.scores for learns, m in models) + awake,
-            "score": sum(m.scores for _, m in models) + asleep,
-            "train": sum(m.peak if learns else m.idle for learns, m in models) + asleep,
+            "generate": idle + sum(_most(parts, "passing") for parts in scoring) + awake,
+            "score": idle + sum(_most(parts, "passing") for parts in [*learning, *scoring]) + asleep,
+            "train": idle + sum(_most(parts, "working") for parts in learning) + asleep,
         }
     }
+
+
+def _most(parts: Iterable[RoleMemory], what: str) -> float:
+    """Of models that take turns, the most bytes that one needs in addition."""
+    return max(getattr(memory, what) for memory in parts)

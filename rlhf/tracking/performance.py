@@ -91,14 +91,14 @@ class Roofline:
         The peaks are for bfloat16, so a float32 run has none; neither does a pool with several worker kinds.
         """
         known = config.model.dtype != "float32"
-        critic_ranks = config.critic.num_ranks if config.uses_critic else 0
         colocated = config.placement.colocated
+        critic_apart = config.uses_critic and not config.critic_on_base and not colocated
         return cls(
             policy=policy,
             critic=critic,
             learner_peaks=device_peaks(devices["learner"]) if known else None,
             rollout_peaks=device_peaks(devices["rollout"]) if known and not config.rollout.extra_kinds else None,
-            num_update_gpus=config.learner.num_ranks + (0 if colocated else critic_ranks),
+            num_update_gpus=config.learner.num_ranks + (config.critic.num_ranks if critic_apart else 0),
             num_epochs=config.algorithm.num_epochs,
             critic_warmup_steps=config.critic.warmup_steps if config.uses_critic else 0,
             tensor_parallel_size=config.rollout.tensor_parallel_size,

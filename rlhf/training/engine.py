@@ -19,7 +19,7 @@ from rlhf.checkpoint import Written, writes_checkpoint
 from rlhf.config import LearnerConfig
 from rlhf.errors import CheckpointError
 from rlhf.models.inputs import PackedInputs, packed_inputs
-from rlhf.models.lora import add_adapters
+from rlhf.models.lora import add_adapters, use_own_adapters
 from rlhf.models.nf4 import keep_in_4_bits
 from rlhf.models.packed import PackedModel
 from rlhf.models.probe import check_packing
@@ -50,7 +50,8 @@ class Engine:
         device: torch.device,
         total_steps: int,
     ) -> None:
-        """``load_model`` runs under ZeRO-3's partitioning context, so no rank ever holds the whole model.
+        """``load_model`` runs under ZeRO-3's partitioning context, so no rank ever holds the whole model. A model that
+        stands on another's layers leaves them as that one's engine has prepared them.
 
         ``config``: options left open are off (rlhf.planning.fit decides them beforehand).
         """
@@ -65,13 +66,13 @@ class Engine:
         # transformers finds this object through a weak reference and then loads shard by shard
         self._hf_config = HfDeepSpeedConfig(ds_config) if config.zero_stage == 3 else None
         model = load_model()
-        if config.lora and config.lora.load_in_4bit:
+        if config.lora and config.lora.load_in_4bit and model.owns_base:
             keep_in_4_bits(model, device)
         if config.lora:
             add_adapters(model, config.lora, key=f"{config.KEY}.lora")
-        if config.checkpointed_layers:
+        if config.checkpointed_layers and model.owns_base:
             model.checkpoint_layers(config.checkpointed_layers)
-        if config.compile:
+        if config.compile and model.owns_base:
             model.compile_layers()
         if config.zero_stage == 3:
             ds_config["zero_optimization"] |= gather_by_layer(model)
@@ -105,7 +106,7 @@ class Engine:
 
     def probe(self, *, key: str) -> None:
         """Raises ConfigError, naming ``key``, if packing would change the model's numbers. Collective."""
-        self.engine.eval()
+        self._begin(training=False)
         check_packing(self.engine, self.model, self.device, key=key)
         self.release_gathered()
 
@@ -117,7 +118,7 @@ class Engine:
 
         ``share_prompts``: see ``packed_inputs``; the micro-batches were planned for it.
         """
-        self.engine.eval()
+        self._begin(training=False)
         outputs = [(batch, pick(self.engine(self._inputs(batch, share_prompts)))) for batch in micro_batches]
         return [output.cpu() for batch, output in outputs if batch is not None]  # the first wait for the device
 
@@ -130,7 +131,7 @@ class Engine:
         ``learning_rate`` and ``skipped``: 1 if the loss or the gradient is not finite on any rank, which leaves
         weights, optimiser state and schedule unchanged. Every rank must pass the same number of micro-batches.
         """
-        self.engine.train()
+        self._begin(training=True)
         sums: dict[str, Tensor] = {}
         for batch in micro_batches:
             output = self.engine(self._inputs(batch, share_prompts))
@@ -151,6 +152,11 @@ class Engine:
         totals = {"loss": 0.0, **self._sum_over_ranks(sums)}
         assert not taken or math.isfinite(totals["loss"]), "a loss that is not finite has poisoned the gradient"
         return {**totals, "grad_norm": float(norm), "learning_rate": learning_rate, "skipped": float(not taken)}
+
+    def _begin(self, *, training: bool) -> None:
+        """Another model on the same layers may have switched them to its own use."""
+        self.engine.train(training)
+        use_own_adapters(self.model)
 
     def _take_step(self) -> tuple[bool, Any]:
         """Clips, and steps if the gradient's norm is finite. Returns (whether it stepped, the norm or inf), the same

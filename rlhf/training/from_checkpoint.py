@@ -15,9 +15,9 @@ from torch import Tensor
 
 from rlhf.config import ALL_LINEAR, LoraConfig, ModelConfig
 from rlhf.models.loading import load_policy, load_scalar
-from rlhf.models.lora import ADAPTER, add_adapters, peft_config
+from rlhf.models.lora import add_adapters, peft_config
 from rlhf.models.nf4 import keep_in_4_bits
-from rlhf.models.packed import PackedModel
+from rlhf.models.packed import OWN_ADAPTER, PackedModel
 from rlhf.training.export import export
 from rlhf.training.resharding import SavedState
 from rlhf.training.weights import MODEL_PREFIX
@@ -56,10 +56,10 @@ class Trained:
         tensors, targets, whole = {}, set(), set()
         for name, num_elements in self.saved.sizes().items():
             module, _, matrix = name.removeprefix(MODEL_PREFIX).removesuffix(".weight").partition(".lora_")
-            shape = {f"A.{ADAPTER}": (self.lora.r, -1), f"B.{ADAPTER}": (-1, self.lora.r), "": (1, -1)}[matrix]
+            shape = {f"A.{OWN_ADAPTER}": (self.lora.r, -1), f"B.{OWN_ADAPTER}": (-1, self.lora.r), "": (1, -1)}[matrix]
             (targets if matrix else whole).add(module.rpartition(".")[2])
             tensor = self.saved.read_weights(name, num_elements).view(shape).to(self.dtype)
-            tensors[PEFT_PREFIX + name.removeprefix(MODEL_PREFIX).replace(f".{ADAPTER}.", ".")] = tensor
+            tensors[PEFT_PREFIX + name.removeprefix(MODEL_PREFIX).replace(f".{OWN_ADAPTER}.", ".")] = tensor
         directory.mkdir()
         save_file(tensors, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         named = sorted(targets) if ALL_LINEAR in self.lora.target_modules else self.lora.target_modules
