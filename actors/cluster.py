@@ -300,6 +300,7 @@ class Cluster(ActorCluster):
             logprobs=config.needs_rollout_logprobs,
             seed=config.seed,
             dtype=config.model.dtype,
+            gpu_memory_gib=config.placement.gpu_memory_gib,
             adapter=config.learner.adapter_apart,
         )
 

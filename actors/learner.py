@@ -25,7 +25,7 @@ from rlhf.planning.memory import ALL_LAYERS, GIB
 from rlhf.planning.memory_plan import MemoryPlan
 from rlhf.run_lock import sees_token
 from rlhf.shares import Planner, Share
-from rlhf.training.device import device_bytes, local_rank_device, resolve_dtype
+from rlhf.training.device import device_bytes, limit_memory, local_rank_device, resolve_dtype
 from rlhf.training.engine import Engine
 from rlhf.training.learner import PackedLearner, PolicyLearner, ValueLearner
 from rlhf.training.setup import init_distributed
@@ -68,6 +68,7 @@ class EngineActor(RankActor):
     def _begin(self, device: torch.device) -> None:
         """Loads the model. Collective."""
         torch.manual_seed(self._config.seed)
+        limit_memory(device, self._config.placement.gpu_memory_gib)
         self._on_gpu = device.type == "cuda"
         self._decided = self._decide(device)
         dtype = resolve_dtype(self._config.model.dtype, device)

@@ -17,7 +17,7 @@ from rlhf.models.scorer import FrozenScorer
 from rlhf.rewards import MODEL_NAME, RewardFunctions, Scoring, load_reward_functions
 from rlhf.rewards.functions import Completion
 from rlhf.rewards.model import RewardModel
-from rlhf.training.device import local_rank_device, resolve_dtype
+from rlhf.training.device import limit_memory, local_rank_device, resolve_dtype
 
 
 class ReferenceActor(RankActor):
@@ -29,6 +29,7 @@ class ReferenceActor(RankActor):
     def start(self) -> None:
         """Loads the model and checks that packing gives its own numbers."""
         config, device = self._config, local_rank_device()
+        limit_memory(device, config.placement.gpu_memory_gib)
         path = config.reference.path or config.model.path
         key = "reference.path" if config.reference.path else "model.path"
         model = load_policy(
@@ -67,6 +68,7 @@ class RewardModelActor(RankActor):
         """Loads the model and its tokenizer, and checks that packing gives its own numbers."""
         settings, device = self._config.reward.model, local_rank_device()
         assert settings is not None
+        limit_memory(device, self._config.placement.gpu_memory_gib)
         self._decoder = load_tokenizer(self._config.model)
         self._on_shared_gpu = shares_gpu(self._config, device)
         key = "reward.model.path"

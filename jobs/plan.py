@@ -143,7 +143,7 @@ def show_memory(config: Config, gpu_memory_gib: float) -> None:
     if plan is None:
         console.print("memory not predicted: model.path is not Llama-shaped (a mixture of experts, say)")
         return
-    console.print(memory_table(plan, f"predicted GiB of each role on one {gpu_memory_gib:g} GiB GPU"))
+    console.print(memory_table(plan, f"predicted GiB of each role on one {plan.device_bytes / GIB:g} GiB GPU"))
     for gpu, phases in plan.gpus.items():
         needs = ", ".join(f"{needed / GIB:.1f} GiB to {phase}" for phase, needed in phases.items())
         console.print(f"GPU of {gpu}: {needs}", soft_wrap=True)

@@ -582,6 +582,8 @@ class PlacementConfig(Section, key="placement"):
     mode: Literal["separate", "colocate"] = "separate"
     device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: gpu if the cluster has any
     timeout_s: Seconds = 120.0  # for the cluster to grant the bundles
+    # GiB of each GPU that this run may take, where others use it too or a smaller one is to be imitated; null: all
+    gpu_memory_gib: PositiveFloat | None = None
 
     @property
     def colocated(self) -> bool:

@@ -28,6 +28,7 @@ class WorkerSpec:
     logprobs: bool
     seed: int
     dtype: str = "auto"
+    gpu_memory_gib: float | None = None  # what the run may take of the GPU; None: all
     adapter: LoraConfig | None = None  # that requests are sampled with, beside the weights
 
 

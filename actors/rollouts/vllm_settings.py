@@ -5,7 +5,7 @@ from typing import Any
 from actors.rollouts.engine import WorkerSpec
 from rlhf.config import ADAPTER_RANKS, ALL_LINEAR, LoraConfig
 from rlhf.errors import ConfigError
-from rlhf.planning.memory import rollout_memory
+from rlhf.planning.memory import GIB, rollout_memory
 from rlhf.planning.shapes import read_shape
 from rlhf.planning.topology import Device
 
@@ -58,12 +58,22 @@ def engine_args(spec: WorkerSpec) -> dict[str, Any]:
         args |= {
             "dtype": "bfloat16" if spec.dtype == "auto" else spec.dtype,
             "enforce_eager": config.enforce_eager,
-            "gpu_memory_utilization": config.gpu_memory_fraction / spec.workers_on_gpu,
+            "gpu_memory_utilization": share_of_gpu(spec),
             "enable_sleep_mode": spec.colocated,
         }
         if spec.colocated and (cache_bytes := kv_cache_bytes(spec)) is not None:
             args["kv_cache_memory_bytes"] = cache_bytes
     return args | config.engine_args
+
+
+def share_of_gpu(spec: WorkerSpec) -> float:
+    """Of the whole GPU's memory, what one engine takes: its part of what the run may take."""
+    permitted = 1.0
+    if spec.gpu_memory_gib is not None:
+        from vllm.platforms import current_platform
+
+        permitted = min(1.0, spec.gpu_memory_gib * GIB / current_platform.get_device_total_memory())
+    return permitted * spec.config.gpu_memory_fraction / spec.workers_on_gpu
 
 
 def adapter_args(adapter: LoraConfig, spec: WorkerSpec) -> dict[str, Any]:
@@ -94,7 +104,7 @@ def kv_cache_bytes(spec: WorkerSpec) -> int | None:
     if (shape := read_shape(spec.model_path)) is not None:
         cache_bytes = rollout_memory(
             shape,
-            budget_bytes=config.gpu_memory_fraction * current_platform.get_device_total_memory() / spec.workers_on_gpu,
+            budget_bytes=share_of_gpu(spec) * current_platform.get_device_total_memory(),
             tensor_parallel_size=config.tensor_parallel_size,
             element_bytes=4 if spec.dtype == "float32" else 2,
             cache_tokens=config.max_num_seqs * spec.max_model_tokens,

@@ -1,10 +1,11 @@
 """Fits a run to its GPUs: decides what its learners' settings leave open, before anything loads."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlhf.config import Config, LearnerConfig
-from rlhf.planning.memory import ALL_LAYERS, ALLOCATOR_SLACK, AUTO_SHARE
+from rlhf.planning.memory import ALL_LAYERS, ALLOCATOR_SLACK, AUTO_SHARE, GIB
 from rlhf.planning.memory_plan import Checkpointing, MemoryPlan
 from rlhf.planning.shapes import read_shape
 from rlhf.planning.usage import AnyConfig, Choice, Choices, Usage, model_shape, predict
@@ -15,7 +16,7 @@ FLOAT32_LAYERS = 0.1  # share of the layers that may be checkpointed for float32
 
 
 def plan_memory(config: AnyConfig, device_bytes: float) -> MemoryPlan | None:
-    """Predicts a run on GPUs of ``device_bytes``; None if the policy's ``config.json`` is not available.
+    """Predicts a run on what it may take of GPUs of ``device_bytes``; None without the policy's ``config.json``.
 
     Other models whose ``config.json`` is not available are assumed to be as large as the policy. What the configuration
     leaves open is decided here: as few checkpointed layers as the training phase has room for, the lowest ZeRO stage
@@ -28,6 +29,7 @@ def plan_memory(config: AnyConfig, device_bytes: float) -> MemoryPlan | None:
     """
     if read_shape(config.model.path) is None:
         return None
+    device_bytes = min(device_bytes, (config.placement.gpu_memory_gib or math.inf) * GIB)
     fit = _Fit(config, device_bytes)
     choices = fit.decide()
     usage = fit.usage(choices)

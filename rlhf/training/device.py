@@ -14,6 +14,12 @@ def local_rank_device() -> torch.device:
     return torch.device("cpu")
 
 
+def limit_memory(device: torch.device, gib: float | None) -> None:
+    """Has this process run out of memory beyond ``gib`` of its GPU, which it may share with other processes."""
+    if gib is not None and (total := device_bytes(device)):
+        torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total), device)
+
+
 def device_bytes(device: torch.device) -> int:
     """Memory of a GPU; 0 for the CPU, which has no memory plan."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
