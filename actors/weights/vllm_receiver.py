@@ -129,7 +129,7 @@ class BucketReceiver(WeightTransferEngine[WeightTransferInitInfo, WeightTransfer
         for index, (bucket, specs) in enumerate(zip(buckets, layout, strict=True)):
             sums.append(checksum(bucket))
             if is_of_adapter(specs[0].name):
-                self._matrices |= {name: matrix.clone() for name, matrix in self._whole_tensors(specs, bucket)}
+                self._matrices |= dict(self._whole_tensors(specs, bucket.clone()))  # hundreds of small ones at once
                 continue
             self.has_frozen = False  # until all have arrived
             if self._plan is None:

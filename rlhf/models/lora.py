@@ -33,7 +33,7 @@ def add_adapters(model: PackedModel, config: LoraConfig, *, key: str) -> None:
     except ValueError as error:
         raise ConfigError(f"{key}.target_modules={config.target_modules}: {str(error).splitlines()[0]}") from error
     for name, module in model.named_modules():
-        if isinstance(module, LoraLayer) and model.adapter_name in module.lora_A:
+        if isinstance(module, LoraLayer) and model.adapter_name in module.r:
             layer: Any = module
             base = layer.get_base_layer()
             require(

@@ -213,8 +213,9 @@ def walk_buckets(
 @torch.no_grad()
 def pack_bucket(specs: Sequence[TensorSpec], pieces: Sequence[Tensor], data: Tensor) -> Tensor:
     """Copies a bucket's tensors into ``data``'s first bytes (uint8), with zeroed padding; returns those bytes."""
-    for spec, piece in zip(specs, pieces, strict=True):
-        view_bucket(data, spec).copy_(piece)
+    foreach: Any = torch  # its functions over lists of tensors are not among its stubs
+    foreach._foreach_copy_([view_bucket(data, spec) for spec in specs], list(pieces))  # a few kernels for all of them
+    for spec in specs:
         end = spec.offset + spec.num_bytes
         if end % ALIGNMENT:
             data[end : _aligned(end)].zero_()
