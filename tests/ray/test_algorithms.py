@@ -1,7 +1,9 @@
 """PPO, RLOO and adapters as whole runs on the tiny model: the reward rises, and the metrics have TRL's names."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,6 +69,29 @@ def test_adapters_raise_the_reward_and_are_sampled_from(ray_session, tiny_config
     metrics = metrics_of(config.run_dir)
     assert max(m["sampling/logprob_difference_mean"] for m in metrics) < 1e-5
     assert metrics[0]["kl"] == pytest.approx(0, abs=1e-5), "the reference is what the run started from"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_ppo_on_one_base_raises_the_reward_and_resumes_exactly(ray_session, tiny_config, tmp_path: Path) -> None:
+    def run(name: str, num_steps: int) -> list[dict[str, float]]:
+        config = tiny_config(f"num_steps={num_steps}", recipe="ppo_lora_tiny")
+        config = replace(config, run_dir=str(tmp_path / name))
+        assert config.critic_on_base
+        summaries[name] = train(config)
+        return metrics_of(config.run_dir)
+
+    summaries: dict[str, dict[str, Any]] = {}
+    whole = run("whole", 24)
+    assert summaries["whole"]["eval_before"]["reward"] < 0.55
+    assert summaries["whole"]["eval_after"]["reward"] > REWARD_BOUND
+    assert whole[-1]["loss/value_avg"] < whole[0]["loss/value_avg"] / 3
+    assert whole[0]["objective/kl"] == pytest.approx(0, abs=1e-3), "policy and reference start as one"
+    run("parts", 2)
+    for again, once in zip(run("parts", 4), whole, strict=False):
+        for name in ("reward", "loss/policy_avg", "loss/value_avg", "critic/grad_norm", "objective/kl"):
+            assert again[name] == once[name], (again["step"], name)
+    assert (tmp_path / "whole" / "critic" / "config.json").is_file()
 
 
 @pytest.mark.slow
