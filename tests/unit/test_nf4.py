@@ -83,6 +83,26 @@ def test_a_layer_computes_and_differentiates_as_its_dense_weight_does() -> None:
     assert torch.equal(layer.weight, kept), "scoring does not repack it"
 
 
+def test_compiled_layers_keep_no_dense_weight_for_their_backward() -> None:
+    layers = nn.Sequential(nn.Linear(128, 256), nn.SiLU(), nn.Linear(256, 128))
+    keep_in_4_bits(layers, CPU)
+    x = torch.randn(4, 128, requires_grad=True)
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    compiled = torch.compile(layers, backend="aot_eager_decomp_partition")  # torch's choice of what to keep, uncompiled
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = compiled(x)
+    assert kept and max(tensor.nbytes for tensor in kept if tensor.dtype != torch.uint8) < 128 * 256 * 2
+    output.sum().backward()
+    found, x.grad = x.grad, None
+    layers(x).sum().backward()
+    torch.testing.assert_close(found, x.grad)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_others_are_given_the_rounded_base_with_the_adapters(tiny_model_dir: Path, dtype: torch.dtype) -> None:
     loaded, model = policy(tiny_model_dir, dtype), qlora(tiny_model_dir, dtype)
