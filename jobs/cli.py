@@ -7,11 +7,12 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
+from rlhf import __version__
 from rlhf.config import Config
 from rlhf.errors import ConfigError, DataError, RewardError, RlhfError
 from rlhf.ignored import ignored_settings
 from rlhf.paths import with_full_paths
-from rlhf.recipes import load_config, validate_model
+from rlhf.recipes import find_recipe, load_config, shipped_recipes, validate_model
 from rlhf.reward_config import RewardTrainingConfig
 
 AnyConfig = TypeVar("AnyConfig", Config, RewardTrainingConfig)
@@ -20,22 +21,39 @@ USER_ERROR = 2  # exit code for what the user can fix: the command, the config, 
 RUN_ERROR = 1
 INTERRUPTED = 130  # by Ctrl-C; after SIGTERM it is 143
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 prepare_app = typer.Typer(no_args_is_help=True, help="Make a model directory locally; nothing is downloaded.")
 app.add_typer(prepare_app, name="prepare")
 
-ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="A YAML recipe, e.g. conf/grpo_smollm2.yaml.")]
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """For the shell: the recipes that come along; files it completes itself."""
+    return [name for name in shipped_recipes() if name.startswith(incomplete)]
+
+
+RECIPE_HELP = "A YAML recipe, or the name of one that comes along, e.g. grpo_smollm2."
+ConfigOption = Annotated[Path, typer.Option("--config", "-c", help=RECIPE_HELP, autocompletion=complete_recipe)]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value pairs over the recipe.", show_default=False)]
 
 
+def show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"rlhf {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def root() -> None:
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
     """Distributed RLHF on Ray: PPO, GRPO and RLOO with DeepSpeed learners and vLLM rollouts."""
 
 
 def read(recipe: Path, overrides: list[str] | None, schema: type[AnyConfig] = Config) -> AnyConfig:  # type: ignore[assignment]
     """The configuration; what is relative in it starts in the current directory."""
-    return with_full_paths(load_config(recipe, overrides or [], schema), Path.cwd())
+    return with_full_paths(load_config(find_recipe(recipe), overrides or [], schema), Path.cwd())
 
 
 @app.command()
@@ -170,7 +188,7 @@ def evaluate(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     overrides: Overrides = None,
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="A YAML recipe.", show_default="the run's own")
+        Path | None, typer.Option("--config", "-c", help=RECIPE_HELP, show_default="the run's own")
     ] = None,
     by: Annotated[
         str | None, typer.Option(help="A column of the data: show the figures of each of its values, too.")

@@ -21,6 +21,9 @@ from rlhf.reward_config import RewardTrainingConfig
 
 S = TypeVar("S")
 
+PACKAGE = Path(__file__).resolve().parent
+SHIPPED = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"  # installed, or a checkout
+
 # What OmegaConf raises for values that do not fit the schema; TypeError for a list where a mapping belongs.
 MERGE_ERRORS = (OmegaConfBaseException, TypeError)
 
@@ -43,6 +46,23 @@ def _read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
     merged = OmegaConf.merge(_read_yaml((path.parent / str(parent)).resolve(), (*seen, path)), config)
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """The recipes that come along, by name."""
+    return {file.stem: file for file in sorted(SHIPPED.glob("*.yaml")) if file.stem != "base"}
+
+
+def find_recipe(recipe: str | Path) -> Path:
+    """A file, or one that comes along by its name, such as grpo_smollm2. Raises ConfigError with all names."""
+    path, shipped = Path(recipe), shipped_recipes()
+    if path.is_file() or path.name != str(recipe) or path.suffix:
+        return path
+    require(
+        path.name in shipped,
+        f"--config {recipe}: neither a file nor a recipe that comes along; those are {', '.join(shipped)}",
+    )
+    return shipped[path.name]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[S] = Config) -> S:  # type: ignore[assignment]
