@@ -243,7 +243,7 @@ INTERVALS = {
     """,
     "(0, inf)": """
         AlgorithmConfig.reward_clip AlgorithmConfig.kl_target AlgorithmConfig.value_clip OptimizerConfig.max_grad_norm
-        WorkerKindConfig.resources
+        WorkerKindConfig.resources PlacementConfig.gpu_memory_gib
     """,
     "[1, inf)": "AlgorithmConfig.rollout_correction_cap",
     "(1, inf)": "AlgorithmConfig.delta AlgorithmConfig.dual_clip",
