@@ -203,7 +203,7 @@ def test_the_template_gets_its_arguments_and_the_date(split: str, tmp_path: Path
 
 
 def test_the_template_is_told_of_tools_where_there_are_any(tmp_path: Path) -> None:
-    template = "{% if tools is defined %}{{ tools[0].name }} {% endif %}{{ messages[0].content }}"
+    template = "{% if tools %}{{ tools[0].name }} {% endif %}{{ messages[0].content }}"
     source = write_jsonl(tmp_path / "p.jsonl", [{"prompt": [{"role": "user", "content": "hi"}]}])
     for tools, text in (([{"name": "add"}], "add hi"), ([], "hi")):
         found = load_prompts(source, config(), make_tokenizer(template), split="train", seed=0, tools=tools)

@@ -1,4 +1,4 @@
-"""What a chat template is asked, and which of a reply's stop tokens is still to be said: templates written as functions."""
+"""What a chat template is asked, and which stop token is still to be said: templates written as functions."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -161,5 +161,5 @@ def test_what_a_template_raises_names_the_roles() -> None:
         return closed_by("<a>")(chat, generate)
 
     talk, _ = template(strict)
-    with pytest.raises(EpisodeFailedError, match="rejects user, assistant, system: .*no system messages"):
+    with pytest.raises(EpisodeFailedError, match=r"rejects user, assistant, system: .*no system messages"):
         talk.observed([USER], [{"role": "system", "content": "Be brief."}])
