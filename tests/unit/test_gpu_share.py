@@ -45,3 +45,18 @@ def test_an_engine_takes_its_fraction_of_what_the_run_may_take(
         gpu_memory_gib=limit_gib,
     )
     assert share_of_gpu(spec) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "card_gib"),
+    [("ppo_0.5b_24gb", 23.6), ("grpo_1.5b_lora_24gb", 23.6), ("grpo_7b_qlora_40gb", 39.4), ("ppo_7b_lora_80gb", 79.2)],
+)
+def test_recipes_for_cards_fit_them_and_the_docs_say_what_they_take(recipe: str, card_gib: float) -> None:
+    plan = plan_memory(load_config(CONF / f"{recipe}.yaml", []), card_gib * GIB)
+    assert plan is not None
+    plan.check()
+    needed = max(plan.gpus["shared"].values()) / GIB
+    (row,) = [
+        line for line in (CONF.parent / "docs" / "lora.md").read_text().splitlines() if f"/{recipe}.yaml`" in line
+    ]
+    assert row.endswith(f"| {needed:.1f} of {card_gib} |")
