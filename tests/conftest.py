@@ -34,6 +34,13 @@ hypothesis.settings.register_profile(  # for tests/mutants/generated.py, which n
 hypothesis.settings.load_profile("any machine")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`make test` has two processes: what starts Ray stays in one of them, and takes its turn there."""
+    for item in items:
+        if "ray" in item.path.parts:
+            item.add_marker(pytest.mark.xdist_group("ray"))
+
+
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-layer random Llama with tokenizer and chat template. Read it; never write into it."""

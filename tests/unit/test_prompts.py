@@ -202,6 +202,15 @@ def test_the_template_gets_its_arguments_and_the_date(split: str, tmp_path: Path
     assert "data.date=tomorrow is not a date" in error_of(ConfigError, source, tokenizer, split, date="tomorrow")
 
 
+def test_the_template_is_told_of_tools_where_there_are_any(tmp_path: Path) -> None:
+    template = "{% if tools %}{{ tools[0].name }} {% endif %}{{ messages[0].content }}"
+    source = write_jsonl(tmp_path / "p.jsonl", [{"prompt": [{"role": "user", "content": "hi"}]}])
+    for tools, text in (([{"name": "add"}], "add hi"), ([], "hi")):
+        found = load_prompts(source, config(), make_tokenizer(template), split="train", seed=0, tools=tools)
+        assert found.texts == [text]
+        assert found.read_lengths == [len(ids) for ids in found.token_ids]
+
+
 def test_chats_need_a_chat_template(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "p.jsonl", [{"prompt": [{"role": "user", "content": "hi"}]}])
     message = error_of(DataError, source, make_tokenizer(chat_template=None))
