@@ -34,6 +34,7 @@ hypothesis.settings.register_profile(  # for tests/mutants/generated.py, which n
 hypothesis.settings.load_profile("any machine")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`make test` has two processes: what starts Ray stays in one of them, and takes its turn there."""
     for item in items:
