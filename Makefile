@@ -27,7 +27,7 @@ models/%/rlhf_prepare.json: | setup
 	@TQDM_DISABLE=1 $(BIN)/rlhf prepare $* models/$*
 
 test: setup ## Run the tests that need no GPU (a quarter of an hour); ARGS='-k name' chooses
-	@env -u RAY_ADDRESS OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2 --dist loadgroup -m "not (gpu or long or slow or chaos)" $(ARGS)
+	@env -u RAY_ADDRESS OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2 -m "not (gpu or long or slow or chaos)" $(ARGS)
 
 test-long: setup ## Run more whole runs (25 minutes); CI runs both
 	@env -u RAY_ADDRESS OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m long $(ARGS)

@@ -3,13 +3,14 @@
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+    from xdist.scheduler import LoadScopeScheduling
 
     from tests.ranks import Ranks
 
@@ -34,12 +35,15 @@ hypothesis.settings.register_profile(  # for tests/mutants/generated.py, which n
 hypothesis.settings.load_profile("any machine")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`make test` has two processes: what starts Ray stays in one of them, and takes its turn there."""
-    for item in items:
-        if "ray" in item.path.parts:
-            item.add_marker(pytest.mark.xdist_group("ray"))
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> "LoadScopeScheduling":
+    """`make test` has two processes: what starts Ray stays in one, where it takes turns; other files go to either."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class RayInOne(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ray" if nodeid.startswith("tests/ray/") else nodeid.split("::")[0]
+
+    return RayInOne(config, log)
 
 
 @pytest.fixture(scope="session")
