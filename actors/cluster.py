@@ -16,6 +16,7 @@ from actors.environments.actor import EnvironmentActor
 from actors.environments.crew import Crew
 from actors.group import ActorGroup, Call, Deadline, Lodgers, Member, RankActor
 from actors.learner import CriticActor, LearnerActor
+from actors.memory import memory_metrics
 from actors.placement import Placement
 from actors.process_env import LOOPBACK, ON_LOOPBACK, actor_env
 from actors.proxies import LearnerGroup, Replicas, RewardGroup
@@ -31,7 +32,7 @@ from rlhf.config import Config
 from rlhf.errors import DeadlineError, PlacementError, RoleLostError
 from rlhf.planning.topology import Device, Slot, Topology, plan_sampling, plan_topology
 from rlhf.rewards import ENVIRONMENT_NAME, MODEL_NAME, load_reward_functions
-from rlhf.roles import Roles
+from rlhf.roles import Metrics, Roles
 from rlhf.run_lock import read_holder
 
 SCORING = {"reward": "computing rewards", "reward_model": "computing rewards", "reference": "scoring groups"}
@@ -84,6 +85,10 @@ class ActorCluster:
     def group(self, role: str) -> ActorGroup:
         """The actors of a role."""
         return self._groups[role]
+
+    def memory_metrics(self) -> Metrics:
+        """What the actors hold; see ``actors.memory``."""
+        return memory_metrics(self._groups.values())
 
     def peak_memory_gib(self) -> dict[str, dict[str, float]]:
         """By role, the highest peak among its actors, on the host and on the GPU; and what was predicted of the GPU."""
@@ -249,6 +254,10 @@ class Cluster(ActorCluster):
     def group(self, role: str) -> ActorGroup:
         """The actors of a role; for rollouts, the workers running now."""
         return ActorGroup(self._pool.members()) if role == "rollout" else super().group(role)
+
+    def memory_metrics(self) -> Metrics:
+        """Same as the base class, plus rollout workers."""
+        return memory_metrics([*self._groups.values(), self.group("rollout")])
 
     def peak_memory_gib(self) -> dict[str, dict[str, float]]:
         """Same as the base class, plus rollout workers; one that fails to answer is left out."""

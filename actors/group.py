@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
+import psutil
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
@@ -249,10 +250,16 @@ def _is_large(arg: Any) -> bool:
     return not isinstance(arg, str | int | float | bool | dict | tuple | type(None))
 
 
+def host_memory_gib() -> dict[str, float]:
+    """What this process holds on the host now."""
+    return {"host": psutil.Process().memory_info().rss / 2**30}
+
+
 class RankActor:
     """What each of our actors can report about itself."""
 
     concurrent_calls: ClassVar[int] = 1  # per actor; more than one makes it threaded
+    _most_reserved: int = 0  # bytes of its GPU, when it was last asked
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:  # not __init__, which subclasses have without calling this one
         stacks.answer_as_actor()
@@ -262,16 +269,24 @@ class RankActor:
         """The IP address of the node it runs on."""
         return ray.util.get_node_ip_address()
 
-    def peak_memory_gib(self) -> dict[str, float]:
-        """The most this process has held: resident on the host, and reserved on its GPU if it has one."""
-        import resource
-
+    def memory_gib(self) -> dict[str, float]:
+        """What this process holds on the host; and the most that it has reserved and allocated on its GPU, if it uses
+        one, since it was last asked."""
         import torch
 
+        if not torch.cuda.is_initialized():
+            return host_memory_gib()
+        reserved, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self._most_reserved = max(self._most_reserved, reserved)
+        return host_memory_gib() | {"gpu": reserved / 2**30, "allocated": allocated / 2**30}
+
+    def peak_memory_gib(self) -> dict[str, float]:
+        """The most this process has ever held: resident on the host, and reserved on its GPU if it uses one."""
+        import resource
+
         peak = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
-        if torch.cuda.is_available():
-            peak["gpu"] = torch.cuda.max_memory_reserved() / 2**30
-        return peak
+        return peak | ({"gpu": self._most_reserved / 2**30} if "gpu" in self.memory_gib() else {})
 
     def device_name(self) -> str:
         """torch's name for its GPU, or 'cpu'."""

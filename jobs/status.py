@@ -122,7 +122,7 @@ def render(view: View) -> RenderableType:
         grid.add_row(name, Text(value))
     parts: list[RenderableType] = [title, grid]
     if roles := view.get("roles"):
-        parts.append(role_table(roles))
+        parts.append(role_table(roles, view.get("metrics", {})))
     if workers := view.get("pool", {}).get("workers"):
         parts.append(worker_table(workers))
     parts += [Text(f"{note['at']}  {note['note']}", style="dim") for note in view.get("notes", [])]
@@ -176,13 +176,15 @@ def lines(view: View) -> Iterable[tuple[str, str]]:
         yield "directory", view["directory"]
 
 
-def role_table(roles: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Each role's actors, and the last death that nobody had asked for."""
-    table = Table("role", "up", "starting", "died", "GiB here", "the last died of")
+def role_table(roles: Mapping[str, Mapping[str, Any]], metrics: Mapping[str, Any]) -> Table:
+    """Each role's actors, what they hold in memory, and the last death that nobody had asked for."""
+    table = Table("role", "up", "starting", "died", "GiB here", "GPU GiB", "the last died of")
     for name, role in roles.items():
         counts = [str(role[key] or "") for key in ("up", "starting", "died")]
         memory = f"{role['memory_gib']:.1f}" if role["memory_gib"] else ""
-        table.add_row(name, *counts, memory, Text(role["reason"], overflow="ellipsis", no_wrap=True))
+        reserved = metrics.get(f"memory/{name.replace(' ', '_')}/gpu_gib")  # of the fullest, in the last step
+        on_gpu = "" if reserved is None else f"{reserved:.1f}"
+        table.add_row(name, *counts, memory, on_gpu, Text(role["reason"], overflow="ellipsis", no_wrap=True))
     return table
 
 

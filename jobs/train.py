@@ -135,6 +135,7 @@ def make_driver(
         gate=SamplingGate.of(config.checks, config.rollout, dtype),
         tracker=tracker,
         roofline=make_roofline(config, cluster.device_names()),
+        memory=cluster.memory_metrics,
         checkpoints=checkpoints,
     )
 

@@ -93,6 +93,7 @@ def attempt(
             held_out={"": held_out} if held_out else {},
             tracker=tracker,
             checkpoints=checkpoints,
+            memory=cluster.memory_metrics,
         )
         loop.best = keeps_best(loop, tokenizer)
         with stops_at_step_end(loop), loop.completing_saves():

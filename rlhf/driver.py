@@ -127,7 +127,7 @@ class Driver(Run[Config]):
         """One line of metrics, and a table of completions every few steps."""
         rollouts, rewards = sampled.rollouts, sampled.scores.rewards
         metrics |= rollout_metrics(rollouts, sampled.scores, group_size=self.config.algorithm.group_size)
-        metrics |= source_metrics(rollouts, rewards) | self.staleness(batch)
+        metrics |= source_metrics(rollouts, rewards) | self.staleness(batch) | self.memory()
         metrics |= self.roofline.figures(
             batch,
             self.tracker.step_phases,

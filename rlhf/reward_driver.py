@@ -41,6 +41,7 @@ class RewardTraining(Run[RewardTrainingConfig]):
             nonfinite = take_skip_report(metrics, "reward model")
             metrics |= self.skipped.record(self.step + 1, nonfinite, self.tracker.note)
             self.step += 1
+            metrics |= self.memory()
             self.tracker.log_step(self.step, metrics, num_tokens=sum(pair.num_tokens for pair in pairs))
             if self.is_due(self.config.eval_every_steps) or self.step == num_steps:
                 self.evaluate()

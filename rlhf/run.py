@@ -1,7 +1,7 @@
 """What every training run shares, whatever it trains: steps, evaluations, and checkpoints to resume from."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -36,6 +36,7 @@ class Run(Generic[C]):
     held_out: Mapping[str, Sequence[Any]]  # prompts or preference pairs by name; '' is the name of data.eval
     tracker: Tracker
     checkpoints: CheckpointStore
+    memory: Callable[[], Metrics] = dict  # metrics of what the roles' processes hold
     best: BestModel | None = None  # None: no model is kept but the last
     step: int = 0
     stop_requested: int = 0  # the number of the signal that asked for it

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from actors.group import RankActor
+from actors.group import RankActor, host_memory_gib
 from actors.rollouts.engine import MakeEngine, Ready, Request, WorkerSpec
 from actors.rollouts.engine_loop import EngineLoop, Report
 from actors.weights.object_store import StoredBucket
@@ -86,8 +86,9 @@ class RolloutActor(RankActor):
         """Same as the base class, but asks the engine."""
         return self._loop.call(lambda engine: engine.device_name())
 
-    def peak_memory_gib(self) -> dict[str, float]:
-        """Same as the base class, but the engine's processes hold the GPU memory."""
-        host = super().peak_memory_gib()["host"]
-        gpu_bytes = self._loop.call(lambda engine: engine.peak_gpu_bytes())
-        return {"host": host} | ({"gpu": gpu_bytes / 2**30} if gpu_bytes else {})
+    def memory_gib(self) -> dict[str, float]:
+        """Same as the base class, but the engine's processes hold the GPU memory, and it is the most since the
+        start."""
+        reserved = self._loop.call(lambda engine: engine.peak_gpu_bytes())
+        self._most_reserved = max(self._most_reserved, reserved)
+        return host_memory_gib() | ({"gpu": reserved / 2**30} if reserved else {})

@@ -64,7 +64,9 @@ CURVES = (
     Curve("Turns of an episode", "episodes/turns/mean", "turns", highest="episodes/turns/max"),
     Curve("Observed tokens of an episode", "episodes/observed_tokens/mean", "tokens"),
 )
-NOWHERE_ELSE = ("time/", "pool/", "perf/", "weight_sync/", "sampling/", "staleness/", "checkpoint/", "environments/")
+NOWHERE_ELSE = (
+    *("time/", "pool/", "perf/", "memory/", "weight_sync/", "sampling/", "staleness/", "checkpoint/", "environments/"),
+)
 SHOWN_OTHERWISE = {"step", "wall_s", "num_tokens", "tokens_per_s", "eps", "checks/skipped_steps"}
 
 

@@ -5,18 +5,37 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from jobs.report.curves import line_chart
+from jobs.report.curves import Curve, constant, line_chart
 from jobs.report.parts import Chart, Section, Table, colour_of
 from jobs.report.records import RunRecord
 from rlhf.tracking.performance import LIMITS
 
 KINDS = {"gpu": "GPU", "host": "host"}
+PREFIX, SUFFIX = "memory/", "_gib"  # of the metrics of each step
+CAPTIONS = {"gpu": "GiB, most reserved during the step", "host": "GiB, resident after the step"}
 
 
 def memory(runs: Sequence[RunRecord]) -> Section:
-    """The most that a process of each role has held, on its GPU and on the host; a line where the plan saw it."""
+    """The most that a process of each role has held, on its GPU and on the host, a line where the plan saw it; and step
+    by step, if that changes."""
     charts = [chart for kind in KINDS if (chart := memory_chart(runs, kind))]
-    return Section("Memory", charts, absent="summary.json has no peak_memory_gib; it is written when a run ends")
+    charts += [chart for name in memory_names(runs) if (chart := memory_curve(runs, name))]
+    return Section("Memory", charts, absent="no step has recorded memory, and no summary.json its peaks")
+
+
+def memory_names(runs: Sequence[RunRecord]) -> list[str]:
+    """Who has recorded what it holds, and where: ``learner/gpu``."""
+    names = dict.fromkeys(name for run in runs for name in run.names if name.startswith(PREFIX))
+    where = (f"/{kind}{SUFFIX}" for kind in KINDS)
+    return [name.removeprefix(PREFIX).removesuffix(SUFFIX) for end in where for name in names if name.endswith(end)]
+
+
+def memory_curve(runs: Sequence[RunRecord], name: str) -> Chart | None:
+    """What the fullest process of a role has held in each step, in GiB; None if it is always the same."""
+    metric, (role, kind) = f"{PREFIX}{name}{SUFFIX}", name.rsplit("/", 1)
+    if constant(runs, Curve(role, metric)) is not None:
+        return None
+    return line_chart(runs, f"{role}: memory on the {KINDS[kind]}, by step", metric, CAPTIONS[kind])
 
 
 def memory_chart(runs: Sequence[RunRecord], kind: str) -> Chart | None:

@@ -72,6 +72,9 @@ def test_grpo_learns_and_leaves_a_whole_run_directory(whole_run: tuple[Path, dic
     ):
         assert name in metrics[-1]
     assert {m["staleness/max"] for m in metrics} == {0}
+    for role in ("learner", "reference", "reward", "rollout"):
+        assert {0.1 < m[f"memory/{role}/host_gib"] < 20 for m in metrics} == {True}, role
+    assert "memory/learner/gpu_gib" not in metrics[0], "of a process without a GPU"
     assert {line["step"] for line in lines(run_dir / "completions.jsonl")} == {10, 20}
     assert list((run_dir / "tensorboard").iterdir())
 

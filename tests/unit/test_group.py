@@ -9,6 +9,7 @@ from ray.exceptions import ActorDiedError
 
 from actors.group import ActorGroup, Call, Deadline, Member
 from actors.learner import LearnerActor
+from actors.memory import memory_metrics
 from actors.proxies import MAX_LOSSES, Replicas
 from rlhf.config import TimeoutConfig
 from rlhf.errors import ActorError, GpuMemoryError, RlhfError, RoleLostError
@@ -55,6 +56,18 @@ def test_an_error_that_nobody_died_of_is_raised_as_it_is(fake_ray: FakeRay, cloc
         update(group_of(raised, waits)).result()
     assert type(caught.value) is ActorError
     assert clock.now_s - started_s == 5.0, "for Ray to notice a death"
+
+
+def test_memory_is_that_of_the_fullest_who_answers(fake_ray: FakeRay, clock: Clock) -> None:
+    full = fake_ray.actor(memory_gib={"host": 2.0, "gpu": 30.0, "allocated": 20.0})
+    fuller = fake_ray.actor(memory_gib={"host": 3.0, "gpu": 25.0, "allocated": 21.0})
+    busy, dead = fake_ray.actor(memory_gib=IN_FLIGHT), fake_ray.actor(memory_gib=ActorDiedError())
+    small = fake_ray.actor(memory_gib={"host": 1.0})
+    started_s = clock.now_s
+    found = memory_metrics([group_of(full, fuller), group_of(busy, dead, small, role="reward")])
+    of_learner = {"host_gib": 3.0, "gpu_gib": 30.0, "allocated_gib": 21.0}
+    assert found == {f"memory/learner/{kind}": gib for kind, gib in of_learner.items()} | {"memory/reward/host_gib": 1.0}
+    assert clock.now_s - started_s == pytest.approx(0.2), "nobody is waited for longer"
 
 
 @pytest.mark.parametrize(("error", "count"), [(GpuMemoryError("too small"), 2), (BROKEN, 1)])

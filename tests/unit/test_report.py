@@ -15,7 +15,7 @@ import pytest
 from jobs.cli import main
 from jobs.report.command import write_report
 from jobs.report.curves import learning_curves
-from jobs.report.hardware import memory_chart, roofline
+from jobs.report.hardware import memory, memory_chart, roofline
 from jobs.report.health import duration, gate_chart, notes_table
 from jobs.report.records import read_run, read_runs, unique_labels
 from jobs.report.samples import Token, spread
@@ -203,7 +203,7 @@ def test_a_run_killed_in_the_middle_of_a_line_is_reported(tmp_path: Path) -> Non
     assert "no summary: running, or killed after step 30" in page.text
     assert "metrics.jsonl: line 31 is not a whole record with a step; it is left out" in page.text
     assert "Reward" in page.titles and "memory" not in page.sections
-    for why in ("Memory: summary.json has no peak_memory_gib", "Origin: summary.json"):
+    for why in ("Memory: no step has recorded memory", "Origin: summary.json"):
         assert why in page.text
 
 
@@ -375,6 +375,19 @@ def test_memory_is_shown_beside_what_was_predicted(tmp_path: Path) -> None:
     assert (held.x, held.y, predicted.x) == ((20.0,), ("learner",), (22.0,))
     assert [trace.x for trace in host.figure.data] == [(2.0, 3.0)]
     assert "predicted" in gpu.caption and "predicted" not in host.caption
+
+
+def test_memory_of_each_step_has_a_chart_where_it_changes(tmp_path: Path) -> None:
+    held = {"memory/learner/allocated_gib": 9.0, "memory/reward/host_gib": 1.0}
+    metrics = [
+        step_record(s, **{"memory/learner/gpu_gib": 10.0 + s, "memory/rollout/gpu_gib": 30.0, **held})
+        for s in range(1, 6)
+    ]
+    run = read_run(whole_run(metrics=metrics, summary=None).write(tmp_path / "run"), "run")
+    section = memory([run])
+    assert [chart.title for chart in section.charts] == ["learner: memory on the GPU, by step"]
+    (line,) = section.charts[0].figure.data
+    assert list(line.y) == [11.0, 12.0, 13.0, 14.0, 15.0]
 
 
 def test_shares_of_peaks_have_a_chart_each_and_bottlenecks_a_count(tmp_path: Path) -> None:
