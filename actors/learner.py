@@ -16,7 +16,7 @@ from actors.weights.channel import Rendezvous, host_store
 from actors.weights.object_store import StoredBucket
 from actors.weights.sender import WeightSender
 from rlhf.checkpoint import Written
-from rlhf.config import Config, LearnerConfig
+from rlhf.config import OFFLOADS, Config, LearnerConfig
 from rlhf.errors import ConfigError, GpuMemoryError, one_line
 from rlhf.models.loading import load_policy, load_scalar, lodge_scalar
 from rlhf.models.packed import PackedModel
@@ -141,7 +141,7 @@ class EngineActor(RankActor):
         frugal = (
             settings.zero_stage,
             settings.checkpointed_layers,
-            settings.offload_when_idle is True,
+            OFFLOADS.index(settings.offload or "none"),
             not settings.float32_gradients,
         )
         choices = torch.tensor(frugal, device=device).int()
@@ -151,13 +151,13 @@ class EngineActor(RankActor):
             settings,
             zero_stage=stage,
             checkpointed_layers=layers,
-            offload_when_idle=bool(offload),
+            offload=OFFLOADS[offload],
             float32_gradients=not low_precision,
         )
 
     def _rest(self) -> None:
         """Frees memory for others on the GPU: parks the optimiser state if required and empties torch's cache."""
-        if self._on_gpu and self._decided.offload_when_idle:
+        if self._on_gpu and self._decided.offload == "idle":
             self._learner.engine.park_optimizer()
         if self._on_gpu and self._config.placement.colocated:
             torch.cuda.empty_cache()

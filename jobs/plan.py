@@ -25,6 +25,9 @@ GPUS = {  # torch's name, and the GiB that CUDA reports
 NAMED = ("Qwen2.5-7B", "Qwen3-8B", "Llama-3.1-8B", "Mistral-7B-v0.3", "gemma-2-9b", "SmolLM2-135M")
 
 
+UNMEASURED = ("optimizer", "all")  # the CPU computes optimizer steps
+
+
 def show_placement(config: Config, device: Device) -> None:
     """Prints the placement groups as a table, and what they ask for in total."""
     topology, console = plan_topology(config, device), Console()
@@ -112,9 +115,12 @@ def show_seconds(config: Config, *, prompt_tokens: int | None, completion_tokens
         seconds: dict[str, float] = {}
         try:
             plan.check()
-            lengths = [completion] * config.algorithm.num_sequences
-            step = predict_step(config, plan, peaks, prompt_tokens=prompt, completion_lengths=lengths)
-            seconds = step.phases | {"step": step.total}
+            if on_cpu := [f"{r}.offload={m.offload}" for r, m in plan.roles.items() if m.offload in UNMEASURED]:
+                misfits.append(f"{gpu}: seconds not predicted: nothing like {on_cpu[0]} was measured")
+            else:
+                lengths = [completion] * config.algorithm.num_sequences
+                step = predict_step(config, plan, peaks, prompt_tokens=prompt, completion_lengths=lengths)
+                seconds = step.phases | {"step": step.total}
         except ConfigError as error:
             misfits.append(f"{gpu} does not fit: {error}")
         rows[gpu] = f"{needed:.1f} of {gib:.1f}", seconds

@@ -28,6 +28,7 @@ RANKS = "counts GPUs, of all nodes together"
 COLOCATE = "colocate: learner, reference and vLLM share GPUs"
 LOGGER = "TensorBoard is on by default (tracking.tensorboard); W&B gets this project"
 CHECKPOINTS = "counts training steps; null: every ten minutes"
+OFFLOAD = "optimizer: as there; null: what the memory plan needs"
 LAYERS = "counts decoder layers; null: as few as memory needs"
 
 ALIASES: dict[str, Alias] = {
@@ -158,7 +159,7 @@ ALIASES: dict[str, Alias] = {
     "max_norm": Alias("learner.optimizer.max_grad_norm"),
     "l2": Alias("learner.optimizer.weight_decay"),
     "adam_betas": Alias("learner.optimizer.betas"),
-    "adam_offload": Alias("learner.offload_optimizer"),
+    "adam_offload": Alias("learner.offload", OFFLOAD),
     "rollout_batch_size": Alias("algorithm.prompts_per_step", PROMPTS),
     "n_samples_per_prompt": Alias("algorithm.group_size"),
     "micro_train_batch_size": Alias("learner.micro_batch_tokens", TOKENS),

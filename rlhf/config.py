@@ -8,7 +8,7 @@ key. Every key of `rlhf train` is in this file, with its default; `rlhf train-re
 import math
 from dataclasses import dataclass, field, fields, replace
 from datetime import date
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from omegaconf import MISSING
 
@@ -325,6 +325,10 @@ class LoraConfig:
     load_in_4bit: bool = False
 
 
+Offload = Literal["none", "idle", "optimizer", "all"]
+OFFLOADS = get_args(Offload)  # each takes less of the GPU than the one before, and more time
+
+
 @dataclass(frozen=True)
 class LearnerConfig(Section, key="learner"):
     """A DeepSpeed engine: the policy's; the critic's has the same fields."""
@@ -334,16 +338,17 @@ class LearnerConfig(Section, key="learner"):
     lora: LoraConfig | None = None
     # null: the memory plan decides (`rlhf plan`): the lowest of 1, 2 and 3 that lets the fewest layers be checkpointed
     zero_stage: Annotated[int, Bounds(min=0, max=3, interval=True, hint="use 0, 1, 2 or 3")] | None = None
-    offload_optimizer: bool = False
+    # what is in host memory. none: nothing; idle: optimizer state, while vLLM generates; optimizer: always, and the CPU
+    # computes optimizer steps; all: also the weights, of which the GPU holds a few layers at a time (zero_stage 3);
+    # null: the memory plan takes the first of none, idle and optimizer that fits
+    offload: Offload | None = None
     # gradient checkpointing: how many decoder layers compute their activations again instead of keeping them; null: as
     # few as the memory plan (`rlhf plan`) has room for, 0 on CPU
     checkpointed_layers: NonNegativeInt | None = None
-    # keep optimiser state in host memory while vLLM generates; null: if they share a GPU that cannot hold both
-    offload_when_idle: bool | None = None
     # torch.compile the decoder layers, on a GPU also those of reference and reward model; null: on a GPU
     compile: bool | None = None
     # accumulate gradients of micro-batches in float32, even of a bfloat16 model; null: if the memory plan has room,
-    # and on CPU. DeepSpeed cannot at zero_stage 0, or at 1 and 2 with offload_optimizer
+    # and on CPU. DeepSpeed cannot at zero_stage 0, or at 1 and 2 with offload=optimizer
     float32_gradients: bool | None = None
     micro_batch_tokens: PositiveInt = 8192  # token budget of one packed forward
     logits_chunk_tokens: PositiveInt = 1024  # the LM head runs on this many tokens at once
@@ -353,8 +358,13 @@ class LearnerConfig(Section, key="learner"):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            not self.offload_optimizer or self.zero_stage != 0,
-            f"{self.KEY}.offload_optimizer needs {self.KEY}.zero_stage 1, 2 or 3",
+            not self.cpu_optimizer or self.zero_stage != 0,
+            f"{self.KEY}.offload={self.offload} needs {self.KEY}.zero_stage 1, 2 or 3",
+        )
+        require(
+            self.offload != "all" or (self.zero_stage in (3, None) and self.lora is None),
+            f"{self.KEY}.offload=all is possible only with {self.KEY}.zero_stage=3 and without {self.KEY}.lora; use "
+            "offload=optimizer",
         )
         require(
             self.lora is None or self.zero_stage != 3,
@@ -372,9 +382,14 @@ class LearnerConfig(Section, key="learner"):
         return self.lora if self.lora is not None and self.lora.publish == "adapter" else None
 
     @property
+    def cpu_optimizer(self) -> bool:
+        """Whether the CPU computes optimiser steps, next to their state."""
+        return self.offload in ("optimizer", "all")
+
+    @property
     def can_sum_in_float32(self) -> bool:
         """Whether DeepSpeed can accumulate a bfloat16 model's gradients in float32."""
-        return self.zero_stage in (3, None) or (self.zero_stage > 0 and not self.offload_optimizer)
+        return self.zero_stage in (3, None) or (self.zero_stage > 0 and not self.cpu_optimizer)
 
 
 HOUSE_KEYS = ("num_ranks", "cpus_per_rank", "checkpointed_layers", "compile")  # the learner's, for who stands on it

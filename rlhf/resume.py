@@ -54,7 +54,7 @@ RULES = (
         placement.* ray.* timeouts.* model.trust_remote_code
         learner.num_ranks learner.zero_stage learner.cpus_per_rank
         learner.micro_batch_tokens learner.logits_chunk_tokens learner.compile
-        learner.checkpointed_layers learner.offload_when_idle learner.float32_gradients
+        learner.checkpointed_layers learner.offload learner.float32_gradients
         reference.num_ranks reference.micro_batch_tokens reference.cpus_per_rank
         reward.num_workers reward.function_timeout_s environment.num_workers environment.episodes_per_worker
         reward.model.num_ranks reward.model.micro_batch_tokens reward.model.cpus_per_rank
@@ -123,11 +123,6 @@ RULES = (
         """,
     ),
     Rule("refuse", "the checkpoint holds the beta of the KL controller", "algorithm.kl_target"),
-    Rule(
-        "refuse",
-        "the optimizer for offloaded state keeps it in a form of its own",
-        "learner.offload_optimizer",
-    ),
     Rule(
         "refuse",
         "the optimizer's moments were computed with it, and loading them restores it",

@@ -105,7 +105,7 @@ def gpus(where: str, facts: Facts) -> Iterator[Finding]:
     architectures = facts.arch_list.replace(";", " ").split()
     if lettered := [a for a in architectures if not a.removesuffix("+PTX").replace(".", "").isdigit()]:
         what = f"TORCH_CUDA_ARCH_LIST={facts.arch_list}: DeepSpeed cannot read {', '.join(lettered)}"
-        remedy = "unset it, or give plain numbers such as 9.0; learner.offload_optimizer=true fails otherwise"
+        remedy = "unset it, or give plain numbers such as 9.0; learner.offload=optimizer fails otherwise"
         yield Finding("warning", where, what, remedy)
 
 

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rlhf.config import Config, LearnerConfig
+from rlhf.config import Config, LearnerConfig, Offload
 from rlhf.planning.memory import ALL_LAYERS, ALLOCATOR_SLACK, AUTO_SHARE, GIB
 from rlhf.planning.memory_plan import Checkpointing, MemoryPlan
 from rlhf.planning.shapes import read_shape
@@ -20,8 +20,8 @@ def plan_memory(config: AnyConfig, device_bytes: float) -> MemoryPlan | None:
 
     Other models whose ``config.json`` is not available are assumed to be as large as the policy. What the configuration
     leaves open is decided here: as few checkpointed layers as the training phase has room for, the lowest ZeRO stage
-    that allows so few, optimiser state in host memory if vLLM would otherwise have no room to wake up, and float32
-    gradients if that takes hardly more of any.
+    that allows so few, optimiser state in host memory while vLLM generates if that would otherwise have no room to wake
+    up, and always if the learner would not fit otherwise; and float32 gradients if that takes hardly more of any.
 
     Layers count before stages, because recomputing a layer costs 0.8 % of an update at 7B (28 instead of 4 layers: 3.80
     instead of 3.16 s), and a higher stage nothing that could be told apart: one rank takes 1.48 s under ZeRO-3 and 1.47
@@ -37,15 +37,25 @@ def plan_memory(config: AnyConfig, device_bytes: float) -> MemoryPlan | None:
     return MemoryPlan(config, device_bytes, usage.roles, usage.gpus, reasons)
 
 
-def open_stages(settings: LearnerConfig) -> tuple[int, ...]:
-    """The ZeRO stages that ``settings`` leave to the plan, from the fastest to the one that takes the least memory."""
+def open_stages(settings: LearnerConfig, offload: Offload | None = None) -> tuple[int, ...]:
+    """The ZeRO stages that ``settings`` leave to the plan, from the fastest to the one that takes the least memory.
+
+    ``offload``: what is chosen, where they leave that open, too.
+    """
     if settings.zero_stage is not None:
         return (settings.zero_stage,)
     if settings.lora:  # frozen weights are whole on every rank, and what is left to shard is small
         return (LORA_STAGE,)
-    if settings.offload_optimizer:  # at stages 1 and 2 DeepSpeed could not sum in float32
+    if (settings.offload or offload) in ("optimizer", "all"):  # at stages 1 and 2 DeepSpeed could not sum in float32
         return (SAFE_STAGE,)
     return (1,) if settings.num_ranks == 1 else (1, 2, 3)  # one rank has nothing to shard
+
+
+def may_offload(settings: LearnerConfig) -> bool:
+    """Whether the plan may have the CPU compute the optimizer's steps: not those of adapters, which take little, nor
+    where activations take the memory by request."""
+    can = settings.zero_stage in (3, None) or (settings.zero_stage > 0 and not settings.float32_gradients)
+    return can and settings.offload is settings.lora is settings.checkpointed_layers is None
 
 
 def safe_stage(settings: LearnerConfig) -> int:
@@ -79,11 +89,17 @@ class _Fit:
         return predict(self.config, self.device_bytes, choices)
 
     def decide(self) -> Choices:
-        """The fastest choices; then float32 gradients, one learner at a time, where they cost next to no speed."""
+        """The fastest choices, with the optimizer in host memory only for learners that fit no other way; then float32
+        gradients, one learner at a time, where they cost next to no speed."""
         start = Choices({role: self.starting_choice(settings) for role, settings in self.learners.items()})
         choices = self.fastest(start)
         for role, settings in self.learners.items():
-            if settings.float32_gradients is not None or not settings.can_sum_in_float32:
+            if may_offload(settings) and self.usage(choices).gpu_of(role)["train"] > self.device_bytes:
+                start = start.vary(role, offload="optimizer", zero_stage=open_stages(settings, "optimizer")[-1])
+                choices = self.fastest(start)
+        for role, settings in self.learners.items():
+            chosen = replace(settings, offload=choices[role].offload)
+            if settings.float32_gradients is not None or not chosen.can_sum_in_float32:
                 continue
             wider = start.vary(role, float32_gradients=True)
             trial = self.fastest(wider)
@@ -100,7 +116,7 @@ class _Fit:
         return Choice(
             zero_stage=open_stages(settings)[-1],
             checkpointed_layers=ALL_LAYERS if settings.checkpointed_layers is None else settings.checkpointed_layers,
-            offloads=isinstance(self.config, Config) and bool(settings.offload_when_idle),
+            offload=settings.offload or "none",
             float32_gradients=bool(settings.float32_gradients),
         )
 
@@ -109,7 +125,8 @@ class _Fit:
         that fit (if none do: all), and then with the lowest stage at which they do."""
         if self.usage(choices).gpus.get("shared", {}).get("generate", 0.0) > self.limit:
             for role, settings in self.learners.items():
-                choices = choices.vary(role, offloads=settings.offload_when_idle is not False)
+                if settings.offload is None and choices[role].offload == "none":
+                    choices = choices.vary(role, offload="idle")
         for role, settings in self.learners.items():
             count = settings.checkpointed_layers
             if role == "critic" and self.lodging:
@@ -118,7 +135,7 @@ class _Fit:
             trials = (
                 self.with_layers(choices, role, count).vary(role, zero_stage=stage)
                 for count in counts
-                for stage in open_stages(settings)
+                for stage in open_stages(settings, choices[role].offload)
             )
             frugal = self.usage(choices).gpu_of(role)
             choices = next((trial for trial in trials if self.fits(trial, role, frugal)), choices)

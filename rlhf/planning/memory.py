@@ -7,7 +7,7 @@ layer keeps, the fixed costs of the engine and of each process, and the allocato
 
 from dataclasses import dataclass
 
-from rlhf.config import LearnerConfig, LoraConfig
+from rlhf.config import LearnerConfig, LoraConfig, Offload
 from rlhf.planning.shapes import ModelShape
 
 GIB = 2**30
@@ -36,7 +36,8 @@ class RoleMemory:
     scoring: float = 0.0  # temporary, in a forward without gradients
     kv_cache: float = 0.0
     other: float = CONTEXT_BYTES
-    offloads: bool = False  # its optimiser state waits in host memory between updates
+    offload: Offload = "none"
+    host: float = 0.0  # of host memory, for what is offloaded
     float32_gradients: bool = False  # gradients are summed in float32
     zero_stage: int = 0
 
@@ -48,7 +49,8 @@ class RoleMemory:
     @property
     def idle(self) -> float:
         """Bytes held between calls, with the allocator's cache released."""
-        return self.weights + self.gradients + (0.0 if self.offloads else self.optimizer) + self.kv_cache + self.other
+        optimizer = 0.0 if self.offload == "idle" else self.optimizer
+        return self.weights + self.gradients + optimizer + self.kv_cache + self.other
 
     @property
     def passing(self) -> float:
@@ -132,7 +134,6 @@ def learner_memory(
     lm_head: bool = True,
     element_bytes: int = 2,
     bucket_bytes: int = 0,
-    offloads: bool = False,
     float32_gradients: bool = False,
     on_base: bool = False,
 ) -> RoleMemory:
@@ -143,7 +144,8 @@ def learner_memory(
     and 3 successively shard optimiser state, gradients and weights over the ranks. ZeRO-3 adds the gathered weights in
     use, every stage but 0 a reduce bucket. ``float32_gradients``: they take 4 bytes each; at stage 1 they are one
     tensor, which needs no bucket. With ``config.lora`` only adapters have gradients and optimiser state, and what is
-    published merged is so in float32, one tensor at a time. A base in 4 bits is dense one layer at a time. ``on_base``:
+    published merged is so in float32, one tensor at a time. Where the CPU computes the optimizer's steps, it has their
+    state, and at stage 3 the gradients too. A base in 4 bits is dense one layer at a time. ``on_base``:
     its frozen weights, and its process, are those of another model.
     """
     assert config.zero_stage is not None, "it is decided"
@@ -169,17 +171,21 @@ def learner_memory(
         element_bytes=element_bytes,
         frozen_head=config.lora is not None,
     )
-    weights = count * element_bytes / (ranks if stage == 3 else 1) + gathered
+    weights = count * element_bytes / (ranks if stage == 3 else 1)
     weights -= _saved_by_4_bits(shape, element_bytes) if in_4_bits else 0
+    gradients = trained * gradient_bytes / (ranks if stage >= 2 else 1)
+    state = 12.0 * shard
+    in_host = {"none": 0.0, "idle": state, "optimizer": state + gradients, "all": state + gradients + weights}
     publishing = publish_bytes(config, shape, bucket_bytes=bucket_bytes, element_bytes=element_bytes)
     return RoleMemory(
-        weights=trained * element_bytes if on_base else weights,
-        gradients=trained * gradient_bytes / (ranks if stage >= 2 else 1) + bucket,
-        optimizer=0.0 if config.offload_optimizer else 12.0 * shard,
+        weights=trained * element_bytes if on_base else gathered + (0.0 if config.offload == "all" else weights),
+        gradients=bucket + (0.0 if config.cpu_optimizer and stage == 3 else gradients),
+        optimizer=0.0 if config.cpu_optimizer else state,
         training=max(passing + dense, _step_bytes(config, shard, widened=widened, element_bytes=element_bytes)),
         scoring=forward_bytes(shape, tokens=tokens, chunk=chunk, lm_head=lm_head, element_bytes=element_bytes) + dense,
         other=0.0 if on_base else CONTEXT_BYTES + publishing,
-        offloads=offloads,
+        offload=config.offload or "none",
+        host=in_host[config.offload or "none"],
         float32_gradients=gradient_bytes == 4,
         zero_stage=stage,
     )
@@ -187,7 +193,7 @@ def learner_memory(
 
 def _step_bytes(config: LearnerConfig, shard: float, *, widened: bool, element_bytes: int) -> float:
     """Bytes an optimiser step copies: its ``shard`` of the gradients into one float32 tensor, through a flat copy."""
-    if config.offload_optimizer:
+    if config.cpu_optimizer:
         return 0.0
     copies = (4 if config.zero_stage == 3 else 0) if widened else 4 + element_bytes
     return copies * min(shard, LIVE_ELEMENTS)

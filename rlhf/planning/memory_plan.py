@@ -8,6 +8,13 @@ from rlhf.planning.memory import AUTO_SHARE, ENGINE_BYTES, GIB, GRAPH_BYTES, Rol
 from rlhf.planning.shapes import read_shape
 from rlhf.planning.usage import AnyConfig, process_peaks
 
+WORDS = {
+    "none": "",
+    "idle": "; its optimiser state waits in host memory while vLLM generates ({gib:.1f} GiB)",
+    "optimizer": "; its optimiser state is in host memory, where the CPU makes its steps ({gib:.1f} GiB)",
+    "all": "; its weights and optimiser state are in host memory, where the CPU makes its steps ({gib:.1f} GiB)",
+}
+
 
 @dataclass(frozen=True)
 class Checkpointing:
@@ -67,8 +74,7 @@ class MemoryPlan:
         role = max(self.checkpointing, key=lambda name: self.roles[name].peak) if gpu == "shared" else gpu
         memory, settings = self.roles[role], getattr(self.config, role)
         if memory.training < memory.weights + memory.gradients + memory.optimizer:
-            offload = "" if settings.offload_optimizer else f", or set {role}.offload_optimizer=true"
-            return f"raise {role}.num_ranks (with zero_stage=3){offload}{separate}"
+            return f"raise {role}.num_ranks (with zero_stage=3){_offload_more(role, settings)}{separate}"
         choice = self.checkpointing[role]
         more = "" if choice.layers == choice.num_layers else f"set {role}.checkpointed_layers=null, or "
         return f"{more}lower {role}.micro_batch_tokens or {role}.logits_chunk_tokens{separate}"
@@ -107,7 +113,7 @@ class MemoryPlan:
             zero_stage=self.roles[role].zero_stage,
             checkpointed_layers=self.checkpointing[role].layers,
             compile=getattr(self.config, role).compile is not False,
-            offload_when_idle=self.roles[role].offloads,
+            offload=self.roles[role].offload,
             float32_gradients=self.roles[role].float32_gradients,
         )
 
@@ -120,5 +126,14 @@ class MemoryPlan:
             f"without it a pass needs {choice.needed / GIB:.1f} GiB, and {max(0.0, choice.left) / GIB:.1f} are left; "
             "gradients add up in "
             + ("float32" if memory.float32_gradients else "bfloat16")
-            + ("; its optimiser state waits in host memory while vLLM generates" if memory.offloads else "")
+            + WORDS[memory.offload].format(gib=memory.host / GIB)
         )
+
+
+def _offload_more(role: str, settings: LearnerConfig) -> str:
+    """What would put more of a learner into host memory; '' if nothing more can be."""
+    if settings.lora is not None or settings.offload == "all":
+        return ""
+    if settings.offload in ("none", "idle"):
+        return f", or set {role}.offload=null"
+    return f", or set {role}.offload=all" if settings.zero_stage in (3, None) else ""

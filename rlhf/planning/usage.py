@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf.config import Config, LearnerConfig, RewardModelConfig, RolloutConfig, kind_key
+from rlhf.config import OFFLOADS, Config, LearnerConfig, Offload, RewardModelConfig, RolloutConfig, kind_key
 from rlhf.planning.memory import ASLEEP_BYTES, RoleMemory, frozen_memory, learner_memory, rollout_memory
 from rlhf.planning.shapes import ModelShape, read_shape
 from rlhf.planning.topology import model_roles
@@ -25,16 +25,15 @@ class Choice:
 
     zero_stage: int
     checkpointed_layers: int
-    offloads: bool
+    offload: Offload
     float32_gradients: bool
 
     def memory(self, settings: LearnerConfig, shape: ModelShape, **arguments: Any) -> RoleMemory:
         """``learner_memory`` under this choice."""
         return learner_memory(
-            replace(settings, zero_stage=self.zero_stage),
+            replace(settings, zero_stage=self.zero_stage, offload=self.offload),
             shape,
             checkpointed_layers=self.checkpointed_layers,
-            offloads=self.offloads,
             float32_gradients=self.float32_gradients,
             **arguments,
         )
@@ -52,7 +51,7 @@ class Choices:
     def __iter__(self) -> Iterator[str]:
         return iter(self.by_role)
 
-    def vary(self, role: str, **changes: int) -> "Choices":
+    def vary(self, role: str, **changes: Any) -> "Choices":
         """The same choices with these fields of ``role`` changed."""
         return Choices({**self.by_role, role: replace(self[role], **changes)})
 
@@ -60,7 +59,7 @@ class Choices:
         """Whether no role recomputes more than ``spare_layers`` or moves anything that it would not under ``other``."""
         return all(
             self[role].checkpointed_layers <= other[role].checkpointed_layers + spare_layers
-            and self[role].offloads <= other[role].offloads
+            and OFFLOADS.index(self[role].offload) <= OFFLOADS.index(other[role].offload)
             and self[role].zero_stage <= other[role].zero_stage
             for role in self
         )

@@ -287,7 +287,7 @@ class Engine:
 
         padded = isinstance(self.engine.optimizer, BF16_Optimizer)
         assert self.config.zero_stage is not None, "decided"
-        return Layout.of(self.config.zero_stage, self.world_size, padded=padded)
+        return Layout.of(self.config.zero_stage, self.world_size, padded=padded, on_cpu=self.config.cpu_optimizer)
 
     def _apply_settings(self) -> None:
         """Applies settings that may differ from those of the run that saved; if none does, no bit changes."""

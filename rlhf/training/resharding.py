@@ -30,10 +30,11 @@ class Layout(NamedTuple):
     stage: int
     num_parts: int  # as many as ranks; 1 at stage 0, where every rank has everything
     padded: bool  # as DeepSpeed's BF16_Optimizer does, which it uses at stage 1 where gradients are summed in float32
+    on_cpu: bool  # the CPU computes the optimizer's steps
 
     @staticmethod
-    def of(stage: int, num_ranks: int, *, padded: bool) -> "Layout":
-        return Layout(stage, num_ranks if stage else 1, padded)
+    def of(stage: int, num_ranks: int, *, padded: bool, on_cpu: bool) -> "Layout":
+        return Layout(stage, num_ranks if stage else 1, padded, on_cpu)
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,13 @@ class SavedState:
         first = min(directory.glob("*model_states.pt"), default=directory / "mp_rank_00_model_states.pt", key=_rank)
         self.common: dict[str, Any] = _read(first)
         """Of the first rank: what all ranks have in common, and its own random state."""
-        stage, num_ranks = self.common["ds_config"]["zero_optimization"]["stage"], self.common["dp_world_size"]
+        zero, num_ranks = self.common["ds_config"]["zero_optimization"], self.common["dp_world_size"]
+        stage = zero["stage"]
         self._paths = sorted(directory.glob("*optim_states.pt"), key=_rank) if stage else []
         if stage and [_rank(path) for path in self._paths] != list(range(num_ranks)):
             raise FileNotFoundError(f"{len(self._paths)} files of optimizer state where {num_ranks} ranks wrote")
         padded = stage > 0 and "zero_stage" not in _read(self._paths[0])["optimizer_state_dict"]
-        self.layout = Layout.of(stage, num_ranks, padded=padded)
+        self.layout = Layout.of(stage, num_ranks, padded=padded, on_cpu="offload_optimizer" in zero)
 
     @cached_property
     def _ranks(self) -> list[dict[str, Any]]:
@@ -230,7 +232,8 @@ class LiveState:
         if step is None:
             return {}
         state = self._inner.state[master]
-        state["step"] = step.to(master.device, copy=True) if isinstance(step, Tensor) else step
+        # torch's optimiser counts in a tensor, DeepSpeed's for the CPU in a number
+        state["step"] = int(step) if self._layout.on_cpu else torch.tensor(float(step), device=master.device)
         for key in MOMENTS:
             state[key] = torch.zeros_like(master)
         return {key: state[key].view(-1) for key in MOMENTS}

@@ -36,10 +36,13 @@ def deepspeed_config(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any
     require(
         not float32_sums or config.can_sum_in_float32,
         f"{config.KEY}.float32_gradients=true: DeepSpeed cannot with a bfloat16 model, {config.KEY}.zero_stage="
-        f"{config.zero_stage} and offload_optimizer={str(config.offload_optimizer).lower()}; use "
-        "float32_gradients=null, zero_stage=3, or 1 or 2 without offload_optimizer",
+        f"{config.zero_stage} and offload={config.offload}; use float32_gradients=null, zero_stage=3, or 1 or 2 with "
+        "offload=none or idle",
     )
-    offload = {"offload_optimizer": {"device": "cpu", "pin_memory": True}} if config.offload_optimizer else {}
+    to_host = {"device": "cpu", "pin_memory": True}
+    offload = {"offload_optimizer": to_host} if config.cpu_optimizer else {}
+    if config.offload == "all":
+        offload["offload_param"] = to_host
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -88,7 +91,7 @@ def make_optimizer(parameters: list[nn.Parameter], config: LearnerConfig) -> tor
         "eps": settings.eps,
         "weight_decay": settings.weight_decay,
     }
-    if config.offload_optimizer:
+    if config.cpu_optimizer:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(parameters, **kwargs)

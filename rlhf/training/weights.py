@@ -187,8 +187,9 @@ def gather(parameter: nn.Parameter) -> Tensor:
     sharded: Any = parameter
     flat, num_ranks = shard.data, dist.get_world_size(sharded.ds_process_group)
     if num_ranks > 1:
-        flat = torch.empty(num_ranks * shard.numel(), dtype=shard.dtype, device=shard.device)
-        dist.all_gather_into_tensor(flat, shard.data, group=sharded.ds_process_group)
+        own = flat.to(parameter.device)  # it may be in host memory
+        flat = torch.empty(num_ranks * len(own), dtype=own.dtype, device=own.device)
+        dist.all_gather_into_tensor(flat, own, group=sharded.ds_process_group)
     return flat[: sharded.ds_numel].view(sharded.ds_shape)
 
 

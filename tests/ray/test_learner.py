@@ -171,8 +171,28 @@ EVERY_OPTION = (
             ),
         ),
         (as_it_is, ("learner.num_ranks=2", "learner.micro_batch_tokens=128", *EVERY_OPTION)),
+        pytest.param(
+            as_it_is,
+            ("learner.num_ranks=2", "learner.zero_stage=1", "learner.offload=optimizer"),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            as_it_is,
+            ("learner.num_ranks=2", "learner.micro_batch_tokens=128", "learner.offload=all"),
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["no shared prompts", "small budget", "two ranks", "two ranks zero-2", "one rank without zero", "every option"],
+    ids=[
+        *(
+            "no shared prompts",
+            "small budget",
+            "two ranks",
+            "two ranks zero-2",
+            "one rank without zero",
+            "every option",
+        ),
+        *("optimizer on the host", "weights on the host"),
+    ],
 )
 def test_an_update_is_the_same_however_it_is_spread_and_the_one_by_hand(
     start_learner: Start, tiny_config, tmp_path: Path, arrange: Arrange, overrides: tuple[str, ...]
@@ -230,12 +250,12 @@ class OnPretendedGpu(LearnerActor):
 
         actors.learner.device_bytes = lambda device: num_bytes + self._rank  # the smallest decides
 
-    def decided(self) -> tuple[int | None, int | None, bool | None, bool | None]:
+    def decided(self) -> tuple[int | None, int | None, str | None, bool | None]:
         settings = self._decided
         return (
             settings.zero_stage,
             settings.checkpointed_layers,
-            settings.offload_when_idle,
+            settings.offload,
             settings.float32_gradients,
         )
 
@@ -257,7 +277,7 @@ def test_memory_decides_alike_on_all_ranks_and_refuses_what_does_not_fit(ray_ses
         assert predicted.keys() == {"learner", "reference", "rollout"}
         assert f"learner: {predicted['learner']:.1f} GiB of 16.0 predicted" in lines[0]
     ranks.start(config)
-    assert ask("decided") == [(1, 0, False, True)] * 2
+    assert ask("decided") == [(1, 0, "none", True)] * 2
     ranks.close()
 
 

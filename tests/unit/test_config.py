@@ -201,9 +201,11 @@ def test_config_is_frozen(tmp_path: Path) -> None:
         ),
         (["learner.zero_stage=4"], ["learner.zero_stage=4", "0, 1, 2 or 3"]),
         (
-            ["learner.offload_optimizer=true", "learner.zero_stage=0"],
-            ["learner.offload_optimizer", "learner.zero_stage 1, 2 or 3"],
+            ["learner.offload=optimizer", "learner.zero_stage=0"],
+            ["learner.offload=optimizer", "learner.zero_stage 1, 2 or 3"],
         ),
+        (["learner.offload=all", "learner.zero_stage=2"], ["learner.offload=all", "learner.zero_stage=3"]),
+        (["learner.offload=all", "learner.lora={}"], ["learner.offload=all", "without learner.lora"]),
         (["learner.optimizer.learning_rate=0"], ["learning_rate=0", "positive"]),
         (["learner.optimizer.betas=0.9"], ["learner.optimizer.betas", "list"]),
         (["learner.micro_batch_tokens=1023"], ["learner.micro_batch_tokens=1023", "1024", "data.max_prompt_tokens"]),
@@ -416,7 +418,8 @@ def test_every_alias_names_a_key_that_exists_and_is_none_itself(tmp_path: Path) 
         [*PPO, "algorithm.group_size=1", "algorithm.prompts_per_step=1"],
         [*PPO, "algorithm.beta=0.1", "algorithm.kl_target=6", "algorithm.kl_horizon=13"],  # 5 x 13 > 64 completions
         ["learner.compile=true", "learner.zero_stage=3"],
-        ["learner.offload_optimizer=true", "learner.zero_stage=1"],
+        ["learner.offload=optimizer", "learner.zero_stage=1"],
+        ["learner.offload=all"],
         ["algorithm.loss=f.py:g", "algorithm.delta=1.1"],  # a loss of your own has its own bounds
         ["placement.mode=colocate", "learner.num_ranks=2", "rollout.num_workers=1"],
         ["placement.mode=colocate", "learner.num_ranks=2", "rollout.num_workers=4"],

@@ -113,7 +113,7 @@ WARNINGS: dict[str, tuple[Facts, str, str]] = {
     "letters in the architectures": (
         replace(GPU, arch_list="8.0;9.0a+PTX"),
         "DeepSpeed cannot read 9.0a+PTX",
-        "learner.offload_optimizer=true fails otherwise",
+        "learner.offload=optimizer fails otherwise",
     ),
     "little disk": (replace(CPU, disk_free=20 * GIB), "20.0 GiB free", "12 to 16 bytes a parameter"),
     "slow disk": (replace(CPU, disk_bytes_per_s=30 * MIB), "takes 30 MiB/s", "checkpoint.every_steps"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf.config import LearnerConfig
+from rlhf.config import LearnerConfig, Offload
 from rlhf.errors import ConfigError
 from rlhf.training.setup import deepspeed_config
 from tests.ranks import Ranks
@@ -277,12 +277,12 @@ def test_float32_gradients_park_save_and_resume(ranks: WarmRanks, tiny_model_dir
     ranks(1).run(RESUMES, tiny_model_dir, tmp_path)
 
 
-@pytest.mark.parametrize(("stage", "offload"), [(0, False), (1, True), (2, True)])
-def test_float32_gradients_are_refused_where_they_cannot_be(stage: int, offload: bool) -> None:
-    asked = LearnerConfig(zero_stage=stage, offload_optimizer=offload, float32_gradients=True)
+@pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (1, "optimizer"), (2, "optimizer")])
+def test_float32_gradients_are_refused_where_they_cannot_be(stage: int, offload: Offload) -> None:
+    asked = LearnerConfig(zero_stage=stage, offload=offload, float32_gradients=True)
     with pytest.raises(
         ConfigError, match=rf"^learner\.float32_gradients=true.*learner\.zero_stage={stage} and offload"
     ):
         deepspeed_config(asked, torch.bfloat16)
     deepspeed_config(asked, torch.float32)  # there they are float32 anyway
-    deepspeed_config(LearnerConfig(zero_stage=stage, offload_optimizer=offload), torch.bfloat16)
+    deepspeed_config(LearnerConfig(zero_stage=stage, offload=offload), torch.bfloat16)

@@ -66,7 +66,9 @@ def test_memory_is_that_of_the_fullest_who_answers(fake_ray: FakeRay, clock: Clo
     started_s = clock.now_s
     found = memory_metrics([group_of(full, fuller), group_of(busy, dead, small, role="reward")])
     of_learner = {"host_gib": 3.0, "gpu_gib": 30.0, "allocated_gib": 21.0}
-    assert found == {f"memory/learner/{kind}": gib for kind, gib in of_learner.items()} | {"memory/reward/host_gib": 1.0}
+    assert found == {f"memory/learner/{kind}": gib for kind, gib in of_learner.items()} | {
+        "memory/reward/host_gib": 1.0
+    }
     assert clock.now_s - started_s == pytest.approx(0.2), "nobody is waited for longer"
 
 

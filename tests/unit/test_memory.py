@@ -112,7 +112,10 @@ def test_states_by_hand() -> None:
     assert of(1, 4) == (2 * count, 2 * count + bucket, 3 * count)
     assert of(2, 4) == (2 * count, count / 2 + bucket, 3 * count)
     assert of(3, 4) == (count / 2 + 2 * count, count / 2 + bucket, 3 * count)  # a shard, and the weights in use
-    assert of(1, 4, offload_optimizer=True)[2] == 0
+    for stage, gradients in ((1, 2 * count), (2, count / 2), (3, 0)):
+        assert of(stage, 4, offload="optimizer")[1:] == (gradients + bucket, 0)
+    assert of(3, 4, offload="all") == (2 * count, bucket, 0), "what is in use, and what is on its way"
+    assert of(3, 4, offload="idle") == of(3, 4)
 
 
 def test_float32_gradients_by_hand() -> None:
@@ -205,7 +208,7 @@ def test_what_a_rank_holds_by_hand() -> None:
     assert memory.idle == 31
     assert memory.scores == pytest.approx(31 + 54)
     assert memory.peak == pytest.approx(31 + 108)
-    scores_more = dataclasses.replace(memory, training=50.0, scoring=100.0, offloads=True)
+    scores_more = dataclasses.replace(memory, training=50.0, scoring=100.0, offload="idle")
     assert scores_more.allocated == 107
     assert scores_more.idle == 27
     assert scores_more.scores == pytest.approx(27 + 108)
@@ -283,9 +286,8 @@ def test_small_model_needs_no_checkpointing_and_no_offload(tmp_path: Path) -> No
     assert plan is not None
     plan.check()
     assert plan.checkpointing["learner"].layers == 0
-    assert not plan.roles["learner"].offloads
     settings = plan.settings("learner")
-    assert (settings.checkpointed_layers, settings.offload_when_idle, settings.compile) == (0, False, True)
+    assert (settings.checkpointed_layers, settings.offload, settings.compile) == (0, "none", True)
     assert "checkpointing in 0 of 24 layers" in plan.describe("learner")
 
 
@@ -296,9 +298,9 @@ def test_small_model_needs_no_checkpointing_and_no_offload(tmp_path: Path) -> No
         (QWEN_7B, (), 139.8, 1, 0),
         (QWEN_15B, ("learner.num_ranks=2",), 80, 1, 0),
         (QWEN_15B, ("learner.num_ranks=1",), 80, 1, 0),  # nothing to shard
-        (QWEN_15B, ("learner.num_ranks=1",), 20, 1, 28),
+        (QWEN_15B, ("learner.num_ranks=1", "learner.offload=none"), 20, 1, 28),
         (QWEN_7B, ("learner.zero_stage=2",), 139.8, 2, 0),  # as the recipe says
-        (QWEN_15B, ("learner.offload_optimizer=true",), 139.8, 3, 0),
+        (QWEN_15B, ("learner.offload=optimizer",), 139.8, 3, 0),
     ],
 )
 def test_the_lowest_stage_that_needs_the_fewest_checkpointed_layers(
@@ -313,7 +315,7 @@ def test_the_lowest_stage_that_needs_the_fewest_checkpointed_layers(
 @pytest.mark.parametrize(("fraction", "stage"), [(0.5, 1), (0.55, 2), (0.6, 3), (0.7, 3)])
 def test_a_stage_leaves_room_for_the_engines_on_its_gpu(tmp_path: Path, fraction: float, stage: int) -> None:
     """125.8 GiB may be filled; with 0.7 the engines fill more at any stage, which makes no layer checkpointed."""
-    shared = ("placement.mode=colocate", "learner.num_ranks=4", "learner.offload_when_idle=false", "algorithm.beta=0")
+    shared = ("placement.mode=colocate", "learner.num_ranks=4", "learner.offload=none", "algorithm.beta=0")
     engines = ("rollout.num_workers=4", "rollout.tensor_parallel_size=1", "rollout.max_num_seqs=9999")
     settings = (*shared, *engines, "learner.micro_batch_tokens=4096", f"rollout.gpu_memory_fraction={fraction}")
     plan = plan_memory(with_shape(tmp_path, QWEN_7B, "grpo_7b_2x8a100.yaml", *settings), 139.8 * GIB)
@@ -321,6 +323,40 @@ def test_a_stage_leaves_room_for_the_engines_on_its_gpu(tmp_path: Path, fraction
     assert (plan.gpus["shared"]["generate"] <= 0.9 * 139.8 * GIB) == (fraction < 0.7)
     decided = plan.settings("learner")
     assert (decided.zero_stage, decided.checkpointed_layers) == (stage, 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "device_gib", "overrides", "offload"),
+    [
+        (QWEN_7B, 80, (), "optimizer"),  # 126 GiB where everything is on the GPU
+        (QWEN_7B, 139.8, (), "none"),
+        (QWEN_7B, 80, ("learner.zero_stage=2",), "optimizer"),
+        (QWEN_7B, 80, ("learner.offload=none",), "none"),
+        (QWEN_7B, 80, ("learner.zero_stage=0",), "none"),  # DeepSpeed offloads at no stage below 1
+        (QWEN_7B, 80, ("learner.zero_stage=2", "learner.float32_gradients=true"), "none"),  # nor there
+        (QWEN_7B, 80, ("learner.checkpointed_layers=0",), "none"),  # then that is what takes the memory
+        (QWEN_7B, 10, ("learner.lora={}",), "none"),  # an adapter's optimizer is small
+    ],
+)
+def test_the_optimizer_is_in_host_memory_where_a_learner_fits_no_other_way(
+    tmp_path: Path, shape: dict[str, object], device_gib: float, overrides: tuple[str, ...], offload: str
+) -> None:
+    one_rank = ("learner.num_ranks=1", *overrides)
+    plan = plan_memory(with_shape(tmp_path, shape, "grpo_7b_2x8a100.yaml", *one_rank), device_gib * GIB)
+    assert plan is not None
+    settings = plan.settings("learner")
+    assert settings.offload == offload
+    assert settings.zero_stage == 3 or "zero_stage" in str(overrides) or offload == "none"
+    assert settings.can_sum_in_float32 or not settings.float32_gradients or "float32_gradients=true" in overrides[-1]
+    assert ("is in host memory" in plan.describe("learner")) == (offload == "optimizer")
+
+
+def test_what_is_in_host_memory_by_hand() -> None:
+    """Bytes of four ranks' shares: 12 a parameter for the optimizer, gradients and weights of two."""
+    count = TOY.parameters(lm_head=True)
+    for offload, of_one in (("none", 0), ("idle", 12), ("optimizer", 14), ("all", 16)):
+        config = LearnerConfig(num_ranks=4, zero_stage=3, offload=offload)  # type: ignore[arg-type]
+        assert learner_memory(config, TOY, checkpointed_layers=2).host == of_one * count / 4
 
 
 def test_largest_rollout_fraction_leaves_a_tenth(tmp_path: Path) -> None:
@@ -386,8 +422,8 @@ def test_float32_gradients_where_they_cost_at_most_a_tenth_of_the_layers(tmp_pat
         ((), "float32"),
         (("learner.float32_gradients=false",), "bfloat16"),
         (("learner.zero_stage=0",), "bfloat16"),
-        (("learner.zero_stage=2", "learner.offload_optimizer=true"), "bfloat16"),
-        (("learner.zero_stage=3", "learner.offload_optimizer=true"), "float32"),
+        (("learner.zero_stage=2", "learner.offload=optimizer"), "bfloat16"),
+        (("learner.zero_stage=3", "learner.offload=optimizer"), "float32"),
     ],
 )
 def test_where_gradients_add_up_in_float32(tmp_path: Path, overrides: tuple[str, ...], word: str) -> None:
@@ -463,22 +499,27 @@ def test_the_critic_has_its_own_choice(tmp_path: Path) -> None:
 def test_optimiser_leaves_where_vllm_cannot_wake_beside_it(tmp_path: Path) -> None:
     plan = plan_memory(with_shape(tmp_path, QWEN_15B, "grpo_0.5b_1gpu.yaml"), 40 * GIB)
     assert plan is not None
-    assert plan.roles["learner"].offloads
+    assert plan.settings("learner").offload == "idle"
     assert "waits in host memory" in plan.describe("learner")
-    asked = with_shape(tmp_path, QWEN_15B, "grpo_0.5b_1gpu.yaml", "learner.offload_when_idle=false")
+    asked = with_shape(tmp_path, QWEN_15B, "grpo_0.5b_1gpu.yaml", "learner.offload=none")
     without = plan_memory(asked, 40 * GIB)
     assert without is not None
     saved = without.gpus["shared"]["generate"] - plan.gpus["shared"]["generate"]
     assert saved == pytest.approx(plan.roles["learner"].optimizer)
-    wanted = with_shape(tmp_path, QWEN_05B, "grpo_0.5b_1gpu.yaml", "learner.offload_when_idle=true")
+    wanted = with_shape(tmp_path, QWEN_05B, "grpo_0.5b_1gpu.yaml", "learner.offload=idle")
     roomy = plan_memory(wanted, 80 * GIB)
-    assert roomy is not None and roomy.settings("learner").offload_when_idle
+    assert roomy is not None and roomy.settings("learner").offload == "idle"
 
 
 @pytest.mark.parametrize(
     ("shape", "recipe", "overrides", "parts"),
     [
-        (QWEN_7B, "grpo_7b_2x8a100.yaml", ["learner.num_ranks=1"], ["learner:", "raise learner.num_ranks"]),
+        (
+            QWEN_7B,
+            "grpo_7b_2x8a100.yaml",
+            ["learner.num_ranks=1", "learner.offload=none"],
+            ["learner:", "raise learner.num_ranks", "or set learner.offload=null"],
+        ),
         (
             QWEN_7B,
             "grpo_7b_2x8a100.yaml",
@@ -500,7 +541,7 @@ def test_optimiser_leaves_where_vllm_cannot_wake_beside_it(tmp_path: Path) -> No
         (
             QWEN_15B,
             "grpo_0.5b_1gpu.yaml",
-            ["rollout.gpu_memory_fraction=0.9", "rollout.max_num_seqs=9999", "learner.offload_when_idle=false"],
+            ["rollout.gpu_memory_fraction=0.9", "rollout.max_num_seqs=9999", "learner.offload=none"],
             ["learner + rollout:", "to generate", "lower rollout.gpu_memory_fraction", "placement.mode=separate"],
         ),
     ],
@@ -576,15 +617,15 @@ def test_the_remedy_for_scoring_names_the_model_that_takes_the_most(scoring: dic
             {"training": 5.0},
             28,
             [],
-            "raise learner.num_ranks (with zero_stage=3), or set learner.offload_optimizer=true",
+            "raise learner.num_ranks (with zero_stage=3), or set learner.offload=all",
         ),
         (
             "learner",
             "train",
             {"training": 5.0},
             28,
-            ["learner.offload_optimizer=true"],
-            "raise learner.num_ranks (with zero_stage=3)",
+            ["learner.offload=idle"],
+            "raise learner.num_ranks (with zero_stage=3), or set learner.offload=null",
         ),
         (  # the learner takes more, elsewhere
             "critic",
@@ -592,7 +633,7 @@ def test_the_remedy_for_scoring_names_the_model_that_takes_the_most(scoring: dic
             {"training": 6.0},
             28,
             [],
-            "raise critic.num_ranks (with zero_stage=3), or set critic.offload_optimizer=true",
+            "raise critic.num_ranks (with zero_stage=3), or set critic.offload=all",
         ),
         (
             "shared",
@@ -607,9 +648,8 @@ def test_the_remedy_for_scoring_names_the_model_that_takes_the_most(scoring: dic
             "train",
             {"training": 0.5},
             28,
-            [],
-            "raise critic.num_ranks (with zero_stage=3), or set critic.offload_optimizer=true, "
-            "or use placement.mode=separate",
+            ["critic.offload=none"],
+            "raise critic.num_ranks (with zero_stage=3), or set critic.offload=null, or use placement.mode=separate",
         ),
     ],
 )
@@ -631,7 +671,7 @@ def test_the_remedy_names_the_key_of_what_takes_the_most(
 def test_what_was_decided_for_a_learner_is_one_line() -> None:
     config = load_config(CONF / "grpo_tiny.yaml", ["model.path=x"])
     roles = {
-        "learner": RoleMemory(1.0 * GIB, training=2.0 * GIB, other=0.0, offloads=True, zero_stage=3),
+        "learner": RoleMemory(1.0 * GIB, training=2.0 * GIB, other=0.0, offload="idle", host=5.0 * GIB, zero_stage=3),
         "critic": RoleMemory(3.0 * GIB, other=0.0, float32_gradients=True, zero_stage=1),
     }
     choices = {
@@ -642,7 +682,7 @@ def test_what_was_decided_for_a_learner_is_one_line() -> None:
     assert plan.describe("learner") == (
         "learner: 3.2 GiB of 8.0 predicted; ZeRO-3; gradient checkpointing in 26 of 28 layers: without it a pass "
         "needs 4.0 GiB, and 0.0 are left; gradients add up in bfloat16; its optimiser state waits in host memory while "
-        "vLLM generates"
+        "vLLM generates (5.0 GiB)"
     )
     assert plan.describe("critic") == (
         "critic: 3.0 GiB of 8.0 predicted; ZeRO-1; gradient checkpointing in 0 of 24 layers: without it a pass needs "
@@ -675,7 +715,7 @@ def test_a_kind_that_asks_for_other_gpus_is_not_judged_by_these(tmp_path: Path) 
 
 
 def test_a_role_checks_its_own_gpu(tmp_path: Path) -> None:
-    config = with_shape(tmp_path, QWEN_7B, "grpo_7b_2x8a100.yaml", "learner.num_ranks=1")
+    config = with_shape(tmp_path, QWEN_7B, "grpo_7b_2x8a100.yaml", "learner.num_ranks=1", "learner.offload=none")
     plan = plan_memory(config, 80 * GIB)
     assert plan is not None
     plan.check("reference")

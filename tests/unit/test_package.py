@@ -25,7 +25,7 @@ def test_recipes_have_names_and_files_of_that_name_win(tmp_path: Path, monkeypat
     assert find_recipe("ppo_tiny") == Path("ppo_tiny")
     for path in ("none.yaml", "conf/none"):
         assert find_recipe(path) == Path(path), "a path, whose error says that there is no such file"
-    with pytest.raises(ConfigError, match="--config nothing: neither a file nor a recipe.* grpo_smollm2, "):
+    with pytest.raises(ConfigError, match=r"--config nothing: neither a file nor a recipe.* grpo_smollm2, "):
         find_recipe("nothing")
 
 
@@ -48,7 +48,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rlhf(installed: Path, directory: Path, *arguments: str) -> str:
     env = os.environ | {"PYTHONPATH": str(installed), "COLUMNS": "200"}
     command = [sys.executable, "-P", "-m", "jobs.cli", *arguments]
-    return subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, check=True, timeout=120).stdout
+    return subprocess.run(
+        command, cwd=directory, env=env, capture_output=True, text=True, check=True, timeout=120
+    ).stdout
 
 
 @pytest.mark.long

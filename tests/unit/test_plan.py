@@ -109,7 +109,7 @@ def test_the_command_shows_who_sits_where_and_the_memory_of_each_role(
 def test_the_command_fails_where_a_gpu_is_too_small(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert plan(monkeypatch, "--gpu-memory-gib=20") == 2
+    assert plan(monkeypatch, "learner.offload=none", "--gpu-memory-gib=20") == 2
     error = capsys.readouterr().err
     assert error.startswith("error: learner: ") and "the GPU has 20.0; raise learner.num_ranks" in error
     assert error.count("\n") == 1
@@ -138,7 +138,11 @@ def test_the_command_predicts_a_step_on_each_gpu_that_holds_it(
     shown = capsys.readouterr().out
     assert "prompts of 100 tokens and completions of 300" in shown
     rows = seconds(shown)
-    assert set(rows["A100-40"][1:]) == {"-"} and "A100-40 does not fit: learner: " in shown
+    assert set(rows["A100-40"][1:]) == {"-"}
+    assert "A100-40: seconds not predicted: nothing like learner.offload=optimizer was measured" in shown
+    assert plan(monkeypatch, "learner.num_ranks=2", "learner.offload=none") == 0
+    shown = capsys.readouterr().out
+    assert set(seconds(shown)["A100-40"][1:]) == {"-"} and "A100-40 does not fit: learner: " in shown
     assert float(rows["H200"][-1]) < float(longest["H200"][-1])
 
 
@@ -177,8 +181,8 @@ def test_a_model_that_is_not_here_is_planned_by_its_name_or_not_at_all(
     assert plan(monkeypatch) == 0
     told = "model.path=Qwen/Qwen2.5-7B-Instruct: there is no config.json; the shape is that of the model of this name\n"
     assert capsys.readouterr().out == told + shown
-    assert plan(monkeypatch, "--gpu-memory-gib=24") == 2
-    assert "the GPU has 24.0" in capsys.readouterr().err
+    assert plan(monkeypatch, "--gpu-memory-gib=12") == 2
+    assert "the GPU has 12.0" in capsys.readouterr().err
     assert plan(monkeypatch, "model.path=models/mine") == 2
     error = capsys.readouterr()
     assert error.err.startswith("error: model.path=models/mine: there is no config.json, so neither memory nor seconds")

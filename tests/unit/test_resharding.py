@@ -9,7 +9,8 @@ from tests.ranks import Ranks
 
 WarmRanks = Callable[[int], Ranks]
 
-# Run by every rank; argv is the model, a directory, and a ZeRO stage with its numbers; 'summed' is in float32.
+# Run by every rank; argv is the model, a directory, and a ZeRO stage with its numbers and options: 'summed' is in
+# float32, the others say what is in host memory.
 PRELUDE = """
 import sys, torch
 import torch.distributed as dist
@@ -17,15 +18,15 @@ from pathlib import Path
 import rlhf.training.engine
 from benchmarks.bench_learner import ragged_batch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from rlhf.config import LearnerConfig, OptimizerConfig
+from rlhf.config import OFFLOADS, LearnerConfig, OptimizerConfig
 from rlhf.models.loading import load_policy
 from rlhf.training.engine import Engine
 from rlhf.training.setup import deepspeed_config
 from tests.gathered import gathered_state_dict
 
 model, out = sys.argv[1], Path(sys.argv[2])
-stage, numbers, *summed = sys.argv[3].split(",")
-stage = int(stage)
+stage, numbers, *options = sys.argv[3].split(",")
+stage, offload = int(stage), next((option for option in options if option in OFFLOADS), "none")
 cpu, dtype = torch.device("cpu"), getattr(torch, numbers)
 RANK, RANKS = dist.get_rank(), dist.get_world_size()
 
@@ -38,7 +39,8 @@ rlhf.training.engine.deepspeed_config = in_several_groups
 
 def make():
     optimizer = OptimizerConfig(learning_rate=1e-2, schedule="linear", eps=1e-3)  # where the size of a gradient matters
-    config = LearnerConfig(num_ranks=RANKS, zero_stage=stage, float32_gradients=bool(summed), optimizer=optimizer)
+    more = {"offload": offload, "float32_gradients": "summed" in options}
+    config = LearnerConfig(num_ranks=RANKS, zero_stage=stage, optimizer=optimizer, **more)
     load = lambda: load_policy(model, dtype=dtype, temperature=1.0, chunk_tokens=64)
     return Engine(load, config, dtype=dtype, device=cpu, total_steps=9)
 
@@ -131,6 +133,10 @@ check_same(found, after[0])
         ("1,bfloat16,summed", 3, "3,bfloat16,summed"),
         ("2,bfloat16", 1, "1,bfloat16,summed"),
         ("1,bfloat16", 2, "1,bfloat16,summed"),
+        pytest.param("3,float32,optimizer", 2, "3,float32", marks=pytest.mark.long),
+        pytest.param("2,bfloat16", 2, "2,bfloat16,optimizer", marks=pytest.mark.long),
+        pytest.param("1,float32", 1, "3,float32,all", marks=pytest.mark.long),
+        pytest.param("3,bfloat16,all", 3, "1,bfloat16,optimizer", marks=pytest.mark.long),
     ],
 )
 def test_two_ranks_go_on_elsewhere_and_come_back(

@@ -116,10 +116,6 @@ def test_what_may_change_is_told_in_one_line(build: Any, tiny_tokenizer: Any, mo
         ("algorithm.group_size=2", "algorithm.group_size 8 -> 2 (steps, schedule and data position are counted in"),
         ("algorithm.num_minibatches=2", "algorithm.num_minibatches 1 -> 2"),
         ("learner.optimizer.betas=[0.9, 0.99]", "learner.optimizer.betas [0.9, 0.95] -> [0.9, 0.99]"),
-        (
-            "learner.offload_optimizer=true",
-            "learner.offload_optimizer false -> true (the optimizer for offloaded state keeps it in a form of its own)",
-        ),
         ("data.shuffle=false", "data.shuffle true -> false"),
     ],
 )

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,7 +73,13 @@ class Slurm:
         return self._log.read_text().splitlines()
 
     def left(self) -> list[int]:
-        """Processes of what was started that still run."""
+        """Processes of what was started that go on; a stand-in that was ended may have started one that soon ends."""
+        ends_s = time.monotonic() + 10
+        while (alive := self._alive()) and time.monotonic() < ends_s:
+            time.sleep(0.01)
+        return alive
+
+    def _alive(self) -> list[int]:
         groups = {started.pid for started in self._started}
         alive = []
         for entry in Path("/proc").iterdir():
@@ -86,7 +93,7 @@ class Slurm:
 
     def close(self) -> None:
         for started in self._started:
-            for process in self.left():
+            for process in self._alive():
                 os.kill(process, signal.SIGKILL)
             started.communicate(timeout=60)
 

@@ -30,7 +30,7 @@ SHAPE = {
     "num_key_value_heads": 2,
     "vocab_size": 1000,
 }
-PLAIN = Choice(zero_stage=1, checkpointed_layers=99, offloads=False, float32_gradients=False)
+PLAIN = Choice(zero_stage=1, checkpointed_layers=99, offload="none", float32_gradients=False)
 
 
 def model(directory: Path, name: str, **changes: int) -> ModelShape:
@@ -56,7 +56,7 @@ def test_roles_on_a_shared_gpu_take_turns(tmp_path: Path) -> None:
         model(tmp_path, name)
     ranks = ["learner.num_ranks=2", "critic.num_ranks=2", "reference.num_ranks=2", "reward.model.num_ranks=1"]
     config = ppo(tmp_path, *ranks)
-    offloading = Choice(zero_stage=1, checkpointed_layers=99, offloads=True, float32_gradients=False)
+    offloading = Choice(zero_stage=1, checkpointed_layers=99, offload="idle", float32_gradients=False)
     usage = predict(config, 8 * GIB, Choices({"learner": PLAIN, "critic": offloading}))
     learner, critic = usage.roles["learner"], usage.roles["critic"]
     reference, judge, engine = (usage.roles[role] for role in ("reference", "reward_model", "rollout"))
@@ -149,7 +149,7 @@ def test_a_choice_may_recompute_a_few_layers_more_and_count_as_fast() -> None:
     assert few.vary("critic", checkpointed_layers=7).as_fast_as(few, spare_layers=2)
     assert not few.vary("critic", checkpointed_layers=8).as_fast_as(few, spare_layers=2)
     assert not few.vary("critic", zero_stage=2).as_fast_as(few, spare_layers=2)
-    assert not few.vary("critic", offloads=True).as_fast_as(few, spare_layers=2)
+    assert not few.vary("critic", offload="idle").as_fast_as(few, spare_layers=2)
 
 
 def test_a_model_that_is_not_at_hand_counts_as_large_as_the_policy(tmp_path: Path) -> None:
