@@ -3,12 +3,14 @@
 A hash of a prompt's text alone decides its split, so train and eval never share a prompt, whatever their seeds.
 """
 
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from random import Random
 from typing import Any, Literal
 
+from rlhf.data.corpus import people, towns
 from rlhf.errors import ConfigError
 
 Split = Literal["train", "eval"]
@@ -162,11 +164,79 @@ class Calculator(Task):
         return f"{left} {operation} {right}", {"+": a + b, "-": a - b, "*": a * b}[operation]
 
 
+@dataclass(frozen=True)
+class Program(Task):
+    """Chat: 'How many primes are there from 312 to 987?' Column ``answer``: '102'. Made for environment.path=python."""
+
+    largest: int = 2000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_count("largest", self.largest, 10, 100_000)
+
+    def draw(self, rng: Random) -> Row:
+        first, last = sorted(rng.sample(range(1, self.largest + 1), k=2))
+        factor, exponent = rng.randint(2, 9), rng.randint(20, 200)
+        divisor = rng.randint(3, 97)
+        question, answer = rng.choice(
+            [
+                (f"How many primes are there from {first} to {last}?", _num_primes(first, last)),
+                (f"What is the sum of the digits of {factor} ** {exponent}?", sum(map(int, str(factor**exponent)))),
+                (
+                    f"How many of the integers from {first} to {last} are divisible by {divisor} or end in 7?",
+                    sum(n % divisor == 0 or n % 10 == 7 for n in range(first, last + 1)),
+                ),
+                (
+                    f"What is the remainder of {first} ** {last} divided by {divisor}?",
+                    pow(first, last, divisor),
+                ),
+            ]
+        )
+        return {"prompt": _user(question), "answer": str(answer)}
+
+
+def _num_primes(first: int, last: int) -> int:
+    is_prime = [n > 1 for n in range(last + 1)]
+    for n in range(2, math.isqrt(last) + 1):
+        if is_prime[n]:
+            is_prime[n * n :: n] = [False] * len(range(n * n, last + 1, n))
+    return sum(is_prime[first:])
+
+
+@dataclass(frozen=True)
+class Search(Task):
+    """Chat: 'What is the year of birth of the mayor of Halton?' Column ``answer``: '1959'. For environment.path=search.
+
+    ``num_hops``: how many passages of the corpus it takes to answer.
+    """
+
+    num_hops: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_count("num_hops", self.num_hops, 1, 4)
+
+    def draw(self, rng: Random) -> Row:
+        """A chain of towns and people: who is a town's mayor, and where somebody was born, leads to the next one."""
+        of_town = rng.random() < 0.5
+        name = rng.choice(list(towns() if of_town else people()))
+        known = name
+        for _ in range(self.num_hops - 1):
+            known = f"the mayor of {known}" if of_town else f"the town where {known} was born"
+            name = towns()[name].mayor if of_town else people()[name].birthplace
+            of_town = not of_town
+        year = towns()[name].founded if of_town else people()[name].born
+        question = f"What is the {'founding year' if of_town else 'year of birth'} of {known}?"
+        return {"prompt": _user(question), "answer": str(year)}
+
+
 TASKS: dict[str, type[Task]] = {
     "arithmetic": Arithmetic,
     "calculator": Calculator,
     "guess": Guess,
     "phrases": Phrases,
+    "python": Program,
+    "search": Search,
     "sort_words": SortWords,
 }
 

@@ -1,6 +1,7 @@
 """Episodes with a scripted model: what an environment gets and gives, how it ends, and what becomes of its failures."""
 
 import asyncio
+import json
 import re
 import threading
 from collections.abc import Iterator
@@ -13,9 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf.batch import Episode, Prompt, Rollout
 from rlhf.config import EnvironmentConfig
+from rlhf.data.corpus import passages
 from rlhf.environments import tool_schemas
-from rlhf.environments.builtin import BUILT_IN
+from rlhf.environments.builtin import BUILT_IN, interpreter
 from rlhf.environments.builtin.calculator import calculate
+from rlhf.environments.builtin.search import MAX_WORDS, Index, search
 from rlhf.environments.loading import load_environment, load_tools
 from rlhf.environments.tools import MAX_STUCK, CallFormat, ToolCall, Tools, find_calls, schema
 from rlhf.errors import ConfigError, EpisodeFailedError
@@ -397,3 +400,73 @@ def test_the_calculator_is_used_and_its_answer_counts(with_tools: Talk, answer: 
     said = (called("calculate", '{"expression": "12 * 12"}'), "It is 144.")
     rollout, _ = with_tools("calculator", *said, columns={"answer": answer})
     assert episode_of(rollout).reward == reward and results(rollout) == ["144"]
+
+
+@pytest.mark.parametrize(("answer", "reward"), [("1959", 1.0), ("1960", 0.0)])
+def test_what_is_searched_is_told_and_the_answer_counts(with_tools: Talk, answer: str, reward: float) -> None:
+    said = (
+        called("search", '{"query": "mayor of Halton"}'),
+        called("search", '{"query": "Boris Corwin"}'),
+        "In 1959.",
+    )
+    rollout, _ = with_tools("search", *said, columns={"answer": answer})
+    town, person = results(rollout)
+    assert town.startswith("Halton: Halton is a town") and "is Boris Corwin." in town and town.count("\n") == 2
+    assert person.startswith("Boris Corwin: ")
+    assert episode_of(rollout).reward == reward
+
+
+def test_a_search_ranks_titles_first_then_rare_words_and_takes_any_text() -> None:
+    index = Index({"Cat": "It purrs.", "Dog": "A cat is not a dog.", "Purr": "What a cat does, a lynx too."})
+    assert [found.partition(":")[0] for found in index.find("cat", 3)] == ["Cat", "Dog", "Purr"]
+    assert [found.partition(":")[0] for found in index.find("cat lynx?", 1)] == ["Purr"]
+    assert index.find("Cat", 1) == ["Cat: It purrs."]
+    for query in ("", "_", '"', "*", "NEAR(", "fish", "-:^"):
+        assert index.find(query, 3) == [], query
+    assert index.find("fish AND title:cat", 1) == ["Cat: It purrs."], "what SQLite would take for an operator is a word"
+    assert index.find("x " * MAX_WORDS + "cat", 3) == [] != index.find("x " * (MAX_WORDS - 1) + "cat", 3)
+
+
+def test_everything_is_found_by_its_name() -> None:
+    for title in passages():
+        assert search(title).startswith(f"{title}: "), title
+    assert search("fish") == "Nothing was found."
+
+
+@pytest.mark.parametrize(("answer", "reward"), [("25", 1.0), ("24", 0.0)])
+def test_what_a_program_prints_is_told_and_the_answer_counts(with_tools: Talk, answer: str, reward: float) -> None:
+    code = "print(sum(n > 1 and all(n % d for d in range(2, n)) for n in range(100)))"
+    said = (called("python", json.dumps({"code": code})), "There are 25.")
+    rollout, _ = with_tools("python", *said, columns={"answer": answer})
+    assert episode_of(rollout).reward == reward and results(rollout) == ["25\n"]
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("x = 1", "The program printed nothing."),
+        ("print('a')\n1 / 0", 'a\nTraceback (most recent call last):\n  File "solution.py", line 2, in <module>\n'
+         "ZeroDivisionError: division by zero\n"),
+        ("import sys\nprint('é')\nsys.exit(3)", "é\n"),
+        ("import os, sys\nprint(os.listdir(), os.environ.get('SECRET'), sys.stdin.read() == '')", "[] None True\n"),
+        ("print('ab' * 5000)", "ab" * 1000 + "\n... and more"),
+        ("x = bytearray(2**31)",
+         'Traceback (most recent call last):\n  File "solution.py", line 1, in <module>\nMemoryError\n'),
+    ],
+)  # fmt: skip
+def test_a_program_tells_what_it_prints_and_raises(code: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "value")
+    assert interpreter.python(code) == told
+
+
+def test_every_program_starts_afresh() -> None:
+    assert interpreter.python("x = 1; open('file', 'w'); print(x)") == "1\n"
+    assert "NameError" in interpreter.python("print(x)")
+    assert interpreter.python("import os; print(os.listdir())") == "[]\n"
+
+
+def test_a_program_that_never_ends_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interpreter, "TIMEOUT_S", 3.0)
+    assert interpreter.python("import time\nprint('so far', flush=True)\nwhile True: time.sleep(1)") == (
+        "so far\n\nThe program was ended after 3 s."
+    )

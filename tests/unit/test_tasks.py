@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from rlhf.data.corpus import passages
 from rlhf.data.tasks import TASKS, make_task, task_rows
 from rlhf.environments.builtin.calculator import calculate
 from rlhf.errors import ConfigError
@@ -28,6 +29,15 @@ def user(content: str) -> list[dict[str, str]]:
         ("arithmetic", "train", {"prompt": user("What is 6 - 13? Answer with a number."), "answer": "-7"}),
         ("arithmetic", "eval", {"prompt": user("What is 20 - 18? Answer with a number."), "answer": "2"}),
         ("phrases", "train", {"prompt": "engine cloud stone silver"}),
+        (
+            "python",
+            "train",
+            {
+                "prompt": user("How many of the integers from 13 to 1803 are divisible by 72 or end in 7?"),
+                "answer": "204",
+            },
+        ),
+        ("search", "train", {"prompt": user("What is the year of birth of the mayor of Wesmouth?"), "answer": "1925"}),
         ("calculator", "train", {"prompt": user("What is 32 * (181 * (333 - 797))?"), "answer": "-2687488"}),
         (
             "guess",
@@ -75,6 +85,65 @@ def test_the_calculator_s_answers_are_those_of_its_tool() -> None:
         asked = row["prompt"][0]["content"].removeprefix("What is ").removesuffix("?")
         assert calculate(asked) == row["answer"]
         assert len(re.findall(r"\d+", asked)) == 6
+
+
+PROGRAMS = {
+    r"How many primes are there from (\d+) to (\d+)": lambda first, last: sum(
+        n > 1 and all(n % d for d in range(2, n)) for n in range(first, last + 1)
+    ),
+    r"What is the sum of the digits of (\d+) \*\* (\d+)": lambda factor, exponent: sum(map(int, str(factor**exponent))),
+    r"How many of the integers from (\d+) to (\d+) are divisible by (\d+) or end in 7": lambda first, last, divisor: (
+        len([n for n in range(first, last + 1) if n % divisor == 0 or str(n).endswith("7")])
+    ),
+    r"What is the remainder of (\d+) \*\* (\d+) divided by (\d+)": lambda base, exponent, divisor: (
+        base**exponent % divisor
+    ),
+}
+
+
+def test_programs_have_the_right_answers_of_every_kind() -> None:
+    asked = set()
+    for row in task_rows("python", {"largest": 200, "num_rows": 100}, split="train", seed=0):
+        text = row["prompt"][0]["content"].removesuffix("?")
+        ((pattern, numbers),) = [(p, found.groups()) for p in PROGRAMS if (found := re.fullmatch(p, text))]
+        assert row["answer"] == str(PROGRAMS[pattern](*map(int, numbers)))
+        asked.add(pattern)
+    assert len(asked) == 4
+
+
+def looked_up(known: str) -> str:
+    """The title of the passage about ``known``, by reading the corpus as text."""
+    if by_mayor := re.fullmatch(r"the mayor of (.*)", known):
+        return re.search(r"The mayor of .* is (.*)\.", passages()[looked_up(by_mayor[1])])[1]  # type: ignore[index]
+    if by_birth := re.fullmatch(r"the town where (.*) was born", known):
+        return re.search(r"was born in (\w+) in", passages()[looked_up(by_birth[1])])[1]  # type: ignore[index]
+    return known
+
+
+@pytest.mark.parametrize("num_hops", [1, 2, 3, 4])
+def test_what_a_search_asks_is_in_the_corpus_as_many_passages_away(num_hops: int) -> None:
+    rows = task_rows("search", {"num_hops": num_hops, "num_rows": 100}, split="train", seed=0)
+    for row in rows:
+        kind, known = re.fullmatch(
+            r"What is the (founding year|year of birth) of (.*)\?", row["prompt"][0]["content"]
+        ).groups()  # type: ignore[union-attr]
+        assert known.count("the mayor of") + known.count("the town where") == num_hops - 1
+        said = {
+            "year of birth": rf"was born in \w+ in {row['answer']}\.",
+            "founding year": f"founded in {row['answer']}\\.",
+        }
+        assert re.search(said[kind], passages()[looked_up(known)])
+    assert len({row["prompt"][0]["content"].split()[3] for row in rows}) == 2
+
+
+def test_the_corpus_is_the_same_for_all() -> None:
+    about = passages()
+    assert len(about) == 800
+    assert (
+        about["Halton"]
+        == "Halton is a town on the river Brede. It was founded in 1515. The mayor of Halton is Boris Corwin."
+    )
+    assert about["Boris Corwin"].startswith("Boris Corwin, a ")
 
 
 def test_a_task_gives_as_many_rows_as_it_says() -> None:

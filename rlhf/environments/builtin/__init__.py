@@ -6,6 +6,8 @@ from typing import Any
 
 from rlhf.environments.builtin.calculator import calculate, solve
 from rlhf.environments.builtin.guess import guess
+from rlhf.environments.builtin.interpreter import compute, python
+from rlhf.environments.builtin.search import look_up, search
 
 
 @dataclass(frozen=True)
@@ -16,4 +18,9 @@ class BuiltIn:
     tools: tuple[Callable[..., Any], ...] = ()
 
 
-BUILT_IN = {"guess": BuiltIn(guess), "calculator": BuiltIn(solve, (calculate,))}
+BUILT_IN = {
+    "calculator": BuiltIn(solve, (calculate,)),
+    "guess": BuiltIn(guess),
+    "python": BuiltIn(compute, (python,)),
+    "search": BuiltIn(look_up, (search,)),
+}
