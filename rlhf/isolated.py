@@ -19,7 +19,7 @@ MAX_FILE_BYTES = 16 * 2**20
 # Reads its orders from stdin, and writes the token only if all sources came to their end: code that calls exit() has
 # not. The limits are its own, set before it runs anything.
 RUNNER = """
-import contextlib, ctypes, json, os, resource, signal, sys, traceback
+import ctypes, json, os, resource, signal, sys, traceback
 sources, token, proof, cpu_s, memory, file_bytes = json.load(sys.stdin)
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the one that waits for it
 for limit, value in (("CPU", cpu_s), ("AS", memory), ("FSIZE", file_bytes), ("CORE", 0)):
@@ -37,8 +37,6 @@ try:
 except Exception as error:
     traceback.print_exception(error.with_traceback(error.__traceback__.tb_next))
 finally:
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
     os._exit(0)  # threads that the code started do not count
 """
 
@@ -75,7 +73,7 @@ def run_python(sources: Sequence[str], *, timeout_s: float, memory_bytes: int, m
         tempfile.TemporaryDirectory(prefix="rlhf-code-", ignore_cleanup_errors=True) as directory,
     ):
         process = subprocess.Popen(
-            [*_without_network(), sys.executable, "-I", "-c", RUNNER],
+            [*_without_network(), sys.executable, "-I", "-u", "-c", RUNNER],
             stdin=subprocess.PIPE,
             stdout=printed if max_printed_bytes else subprocess.DEVNULL,
             stderr=subprocess.STDOUT,

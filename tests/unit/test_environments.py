@@ -5,6 +5,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.environments import Log, Scripted, run, runner
 
 pytestmark = pytest.mark.timeout(60)
 
+GUIDE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
 CHATML = (Path(__file__).parents[1] / "templates" / "chatml.jinja").read_text()
 QWEN = (Path(__file__).parents[1] / "templates" / "qwen2.5.jinja").read_text()
 TAGS = CallFormat("<tool_call>", "</tool_call>")
@@ -369,13 +371,43 @@ def test_two_tools_of_one_name_are_an_error(tmp_path: Path) -> None:
 
 
 def test_the_guide_s_game_is_played(talk: Talk, tmp_path: Path) -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
-    (source,) = re.findall(r"```python\n# guess\.py\n(.*?)```", guide, re.DOTALL)
+    (source,) = re.findall(r"```python\n# guess\.py\n(.*?)```", GUIDE, re.DOTALL)
     (tmp_path / "guess.py").write_text(source)
     rollout, _ = talk(f"{tmp_path}/guess.py:guess", "It is 3.", "Hm.", "7", columns={"secret": 7})
     episode = episode_of(rollout)
     assert (episode.reward, episode.turn_rewards) == (1.0, [-0.05, -0.05, 0.0])
     assert [m["content"] for m in episode.messages if m["role"] == "user"] == ["higher", "higher"]
+
+
+class Sandbox(BaseHTTPRequestHandler):
+    """A service that runs programs: it answers with what it was asked to run, or fails at 'broken'."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        ran = json.dumps({"output": f"{self.path} {asked['language']} {asked['code']}"}).encode()
+        self.send_response(503 if asked["code"] == "broken" else 200)
+        self.end_headers()
+        self.wfile.write(ran)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_the_guide_s_sandbox_service_takes_the_place_of_the_tool(
+    with_tools: Talk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (source,) = re.findall(r"```python\n# sandbox\.py\n(.*?)```", GUIDE, re.DOTALL)
+    (tmp_path / "sandbox.py").write_text(source)
+    said = (called("python", '{"code": "1 + 1"}'), called("python", '{"code": "broken"}'), "2")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Sandbox) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("SANDBOX_URL", f"http://127.0.0.1:{server.server_port}")
+        tools = [f"{tmp_path}/sandbox.py:python"]
+        rollout, _ = with_tools("python", *said, columns={"answer": "2"}, tools=tools)
+        server.shutdown()
+    ran, failed = results(rollout)
+    assert ran == "/run python 1 + 1" and failed.startswith("Error: HTTPStatusError: Server error '503")
+    assert episode_of(rollout).reward == 1.0
 
 
 # ---- those that come along
@@ -467,6 +499,6 @@ def test_every_program_starts_afresh() -> None:
 
 def test_a_program_that_never_ends_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "TIMEOUT_S", 3.0)
-    assert interpreter.python("import time\nprint('so far', flush=True)\nwhile True: time.sleep(1)") == (
+    assert interpreter.python("import time\nprint('so far')\nwhile True: time.sleep(1)") == (
         "so far\n\nThe program was ended after 3 s."
     )
