@@ -75,6 +75,15 @@ def test_each_computes_what_it_would_apart(tmp_path: Path, family: str) -> None:
     assert len(apart) == len(base) + 2 * len(policy.adapters)
 
 
+def test_a_critic_may_have_adapters_on_fewer_layers_than_the_policy(tiny_model_dir: Path) -> None:
+    policy = load_policy(str(tiny_model_dir), dtype=torch.float32, temperature=1.0, chunk_tokens=64)
+    add_adapters(policy, LoraConfig(r=4), key="learner.lora")
+    critic = lodge_scalar(policy, str(tiny_model_dir), dtype=torch.float32)
+    add_adapters(critic, LoraConfig(r=8, target_modules=["q_proj"]), key="critic.lora")
+    assert critic.adapters and all(".q_proj." in name for name in critic.adapters)
+    assert len(policy.adapters) == 7 * len(critic.adapters)
+
+
 def test_each_has_its_own_parameters_and_saves_only_these(tiny_model_dir: Path) -> None:
     policy, critic = both(tiny_model_dir)
     learning = [{n: p for n, p in model.named_parameters() if p.requires_grad} for model in (policy, critic)]

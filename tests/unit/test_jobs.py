@@ -72,6 +72,9 @@ class Actors:
     def device_names(self) -> dict[str, str]:
         return {"learner": "cpu", "rollout": "cpu"}
 
+    def memory_metrics(self) -> dict[str, float]:
+        return {"memory/learner/host_gib": 1.0}
+
     def peak_memory_gib(self) -> dict[str, dict[str, float]]:
         self._told.append(("is measured",))
         return {"learner": {"host": 1.5}}

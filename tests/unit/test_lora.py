@@ -278,13 +278,14 @@ def test_only_adapters_change_and_alike_at_every_stage_and_on_any_ranks(
         ranks(num_ranks).run(SCRIPT + LEARNS, tiny_model_dir, tmp_path)
 
 
-@pytest.mark.parametrize("stage", ["0", "1"])
+@pytest.mark.parametrize("stage", ["0", "1", "2"])
 def test_a_run_goes_on_from_its_adapters_on_the_same_ranks_and_on_others(
     ranks: WarmRanks, tiny_model_dir: Path, tmp_path: Path, stage: str
 ) -> None:
     ranks(2).run(SCRIPT + SAVES, tiny_model_dir, tmp_path, stage)
     saved = torch.load(tmp_path / "before" / "engine" / "mp_rank_00_model_states.pt", weights_only=False)
     assert {name for name in saved["module"] if ".lora_" not in name} <= set(saved["buffer_names"]), "no frozen weights"
+    assert not saved["frozen_param_fragments"], "nor in DeepSpeed's own place for them"
     assert saved["module"], "but the adapters"
     for num_ranks in (1, 2):
         ranks(num_ranks).run(SCRIPT + GOES_ON_ELSEWHERE, tiny_model_dir, tmp_path)
